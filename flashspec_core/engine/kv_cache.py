@@ -1,0 +1,232 @@
+"""A model with a static key-value cache that has a length per row; rolling back is setting a length.
+
+`CachedModel` remembers which ids it has read: it reads on from the longest common prefix, so rejected drafts, an idle
+drafter's catch-up and the next turn of a chat are one case. It leaves out captured steps (cuda_graphs.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+PREFILL_CHUNK = 512  # tokens a row and pass while a long prompt is read
+
+
+class KVCache:
+    """Keys and values of every layer, [batch, kv_heads, capacity, head_dim], as transformers' attention layers call it.
+
+    Rows share the capacity and have their own lengths; what stands behind a row's length is never attended to.
+    """
+
+    is_compileable = False
+    is_sliding = [False]  # asked for by some versions of transformers' mask builders
+
+    def __init__(self):
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.capacity = self.end = 0
+        self.starts = self._where = None  # where this pass writes: one number, or one a row
+
+    def begin(self, starts: list[int], width: int):
+        """Set where the next pass writes: `width` tokens a row from its start.
+
+        Args:
+            starts: [batch] tokens that each row keeps.
+            width: new tokens a row.
+        """
+        self.end = max(starts) + width
+        if self.end > self.capacity:
+            self.capacity = max(2 * self.capacity, self.end + 256)
+            self.keys = [_grown(k, self.capacity) for k in self.keys]
+            self.values = [_grown(v, self.capacity) for v in self.values]
+        self.starts = starts[0] if min(starts) == max(starts) else starts
+        self._where = None
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Write a layer's new keys and values and return all of them up to the pass's end.
+
+        Args:
+            key_states, value_states: [batch, kv_heads, width, head_dim].
+            layer_idx: which layer.
+            args, kwargs: what some versions of transformers add; not used.
+
+        Returns:
+            keys and values, [batch, kv_heads, end, head_dim]; the mask hides what is not a row's own.
+        """
+        while len(self.keys) <= layer_idx:  # zeros and not garbage: a hidden NaN times weight 0 is NaN
+            batch, heads, _, dim = key_states.shape
+            self.keys.append(key_states.new_zeros(batch, heads, self.capacity, dim))
+            self.values.append(value_states.new_zeros(batch, heads, self.capacity, value_states.shape[-1]))
+        keys, values, width = self.keys[layer_idx], self.values[layer_idx], key_states.shape[2]
+        if isinstance(self.starts, int):
+            keys[:, :, self.starts : self.end] = key_states
+            values[:, :, self.starts : self.end] = value_states
+        else:
+            if self._where is None:
+                starts = torch.tensor(self.starts, device=keys.device)
+                self._where = (starts[:, None] + torch.arange(width, device=keys.device))[:, None, :, None]
+            where = self._where
+            keys.scatter_(2, where.expand_as(key_states), key_states)
+            values.scatter_(2, where.expand_as(value_states), value_states)
+        return keys[:, :, : self.end], values[:, :, : self.end]
+
+    def get_seq_length(self, layer_idx=0) -> int:
+        """Tokens that every row keeps, as transformers asks.
+
+        Args:
+            layer_idx: not used.
+        """
+        return self.starts if isinstance(self.starts, int) else max(self.starts or [0])
+
+    def select(self, rows: list[int]):
+        """Keep only these rows, in this order.
+
+        Args:
+            rows: indices into the batch.
+        """
+        self.keys = [k[rows] for k in self.keys]
+        self.values = [v[rows] for v in self.values]
+
+
+def _grown(tensor, capacity):
+    bigger = tensor.new_zeros(*tensor.shape[:2], capacity, tensor.shape[3])
+    bigger[:, :, : tensor.shape[2]] = tensor
+    return bigger
+
+
+class CachedModel:
+    """A causal language model and the ids that its cache holds, row by row.
+
+    Args:
+        model: a transformers causal language model; its cache must be able to roll back.
+
+    Raises:
+        ValueError: the model is recurrent or keeps a cache of another kind.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.window = check_can_roll_back(model)
+        parameters = inspect.signature(model.forward).parameters
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.24
+        self.mask_dtype = None if model.config._attn_implementation in ("sdpa", "flash_attention_2") else model.dtype
+        self.clear()
+
+    def clear(self):
+        """Forget everything and free the memory."""
+        self.cache, self.ids, self.row_ids, self.num_read = KVCache(), [], [], 0
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[list[int]], keep: int, row_ids: list[int] | None = None):
+        """Logits at the last `keep` positions of each row, reading only what the cache lacks.
+
+        Args:
+            token_ids: for each row all of its ids, keep or more.
+            keep: positions a row.
+            row_ids: names of the rows, so that rows may leave; None: 0, 1, ...
+
+        Returns:
+            [batch, keep, vocab], in the model's dtype.
+
+        Raises:
+            ValueError: more tokens than a sliding window can hold.
+
+        Cost: one pass over the new tokens; a batch with ragged prompts takes passes of up to 512 tokens a row first.
+        """
+        self._select(list(range(len(token_ids))) if row_ids is None else row_ids)
+        if self.window is not None and max(map(len, token_ids)) > self.window:
+            raise ValueError(
+                f"expected at most {self.window} tokens: the model's sliding window drops older keys and cannot roll "
+                f"back past it; got {max(map(len, token_ids))}"
+            )
+        for held, ids in zip(self.ids, token_ids, strict=True):
+            del held[min(common_prefix(held, ids), len(ids) - keep) :]
+        while True:
+            pending = [ids[len(held) :] for ids, held in zip(token_ids, self.ids, strict=True)]
+            width, least = max(map(len, pending)), min(map(len, pending))
+            if width <= keep + 8 or (width == least and width <= PREFILL_CHUNK + keep):
+                logits = self._forward(pending, width - least + keep)
+                if width == least:
+                    return logits
+                first = torch.tensor([len(ids) - least for ids in pending], device=logits.device)
+                at = first[:, None, None] + torch.arange(keep, device=logits.device)[:, None]
+                return logits.gather(1, at.expand(-1, -1, logits.shape[2]))
+            self._forward([ids[: min(len(ids) - keep, PREFILL_CHUNK)] for ids in pending], 1)
+
+    def _select(self, row_ids):
+        if row_ids != self.row_ids:
+            old = {row: i for i, row in enumerate(self.row_ids)}
+            if all(row in old for row in row_ids):
+                rows = [old[row] for row in row_ids]
+                self.cache.select(rows)
+                self.ids = [self.ids[i] for i in rows]
+            else:
+                self.clear()
+                self.ids = [[] for _ in row_ids]
+            self.row_ids = list(row_ids)
+
+    def _forward(self, pending, keep):
+        starts, width, device = [len(held) for held in self.ids], max(map(len, pending)), self.model.device
+        self.cache.begin(starts, width)
+        input_ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=device)
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        mask = torch.arange(self.cache.end, device=device) <= positions[:, None, :, None]  # key <= query
+        if self.mask_dtype is not None:
+            mask = torch.zeros(mask.shape, dtype=self.mask_dtype, device=device).masked_fill_(
+                ~mask, torch.finfo(self.mask_dtype).min
+            )
+        logits = self.model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=keep,
+            **{self.cache_argument: self.cache},
+        ).logits
+        for held, ids in zip(self.ids, pending, strict=True):
+            held.extend(ids)
+        self.num_read += sum(map(len, pending))
+        return logits
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading ids two lists share.
+
+    Args:
+        a, b: lists of ids.
+
+    Returns:
+        The number; found fast where the lists differ only near their ends.
+
+    >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    shortest = min(len(a), len(b))
+    start = max(0, shortest - 16)
+    if a[:start] != b[:start]:
+        start = 0
+    return next((i for i in range(start, shortest) if a[i] != b[i]), shortest)
+
+
+def check_can_roll_back(model) -> int | None:
+    """Whether rejected tokens can be taken back from this model's cache.
+
+    Args:
+        model: a transformers causal language model.
+
+    Returns:
+        None, or the sliding window: up to so many tokens nothing is dropped.
+
+    Raises:
+        ValueError: a recurrent or otherwise stateful cache.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"expected a model whose key-value cache can roll back; {type(model).__name__} keeps a recurrent state "
+            f"({', '.join(sorted(kinds)) or 'stateful'}), from which a rejected token cannot be taken back"
+        )
+    slides = "sliding_attention" in kinds or (not kinds and getattr(config, "use_sliding_window", True))
+    return getattr(config, "sliding_window", None) if slides else None

@@ -1,0 +1,142 @@
+"""The one door to verification: checks what comes in, picks the implementation, and never falls back silently.
+
+The rules themselves stand in reference.py; noise comes from the caller, so every call can be repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashspec_core.records import VerifyResult
+from flashspec_core.verify.logits import row_samplings
+
+METHODS = ("token",)
+IMPLEMENTATIONS = ("reference",)
+
+
+def verify(
+    target_logits,
+    draft_token_ids,
+    draft_logits=None,
+    *,
+    draft_logsumexp=None,
+    draft_vocab_ids=None,
+    sampling,
+    log_uniforms,
+    seeds,
+    positions=None,
+    method="token",
+    impl=None,
+) -> VerifyResult:
+    """Accept a prefix of each row's drafted tokens and draw the token behind it, so that the output keeps p's law.
+
+    Rule: method "token": stand while log u <= log p - log q; then draw from (p - q)+ / sum, or from p where all stood.
+    A greedy row stands while the drafted id is the argmax.
+
+    Args:
+        target_logits: [batch, gamma + 1, vocab] raw logits, float32, float16 or bfloat16.
+        draft_token_ids: [batch, gamma] int64 target ids; -1 at the end of a row that drafted fewer.
+        draft_logits: [batch, gamma, draft_vocab] raw logits that the ids were drawn from with the same sampling, or
+            None: the draft was deterministic.
+        draft_logsumexp: [batch, gamma] float32, kept from the draw (after temperature and filters), or None.
+        draft_vocab_ids: [draft_vocab] int64, sorted and unique: target ids of a trimmed vocabulary, or None.
+        sampling: a Sampling, or one a row.
+        log_uniforms: [batch, gamma] float32, log of u in (0, 1]; not read in greedy rows.
+        seeds: [batch] int64, noise of the recovered or bonus token.
+        positions: [batch] int64, position of the first drafted token; not needed by "token".
+        method: "token".
+        impl: "reference", or None: by device.
+
+    Returns:
+        VerifyResult with num_accepted [batch], next_token_ids [batch], token_ids [batch, gamma + 1].
+
+    Raises:
+        ValueError: a shape, dtype, id or name that does not fit; target logits without a law (NaN, or nothing finite).
+
+    Cost: normalising reads (2 gamma + 1) rows of V a sequence, the test two numbers a token, the draw two rows of V.
+    Source: Leviathan et al. 2023 (arXiv 2211.17192); Chen et al. 2023 (arXiv 2302.01318).
+
+    >>> from flashspec_core.records import Sampling
+    >>> result = verify(torch.tensor([[[0., 9.], [9., 0.]]]), torch.tensor([[1]]), sampling=Sampling(),
+    ...                 log_uniforms=torch.zeros(1, 1), seeds=torch.tensor([0]))
+    >>> result.num_accepted.item(), result.token_ids.tolist()
+    (1, [[1, 0]])
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}")
+    if impl not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"impl must be one of {IMPLEMENTATIONS} or None, got {impl!r}")
+    _check(target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, log_uniforms, seeds)
+    samplings = row_samplings(sampling, target_logits.shape[0])
+    result = decide(
+        target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, samplings, log_uniforms, seeds
+    )
+    if bool((result.invalid >= 0).any()):
+        row = int((result.invalid >= 0).long().argmax())
+        raise ValueError(
+            f"target_logits must hold at least one finite number and no NaN a row; row {row}, position "
+            f"{int(result.invalid[row])} does not"
+        )
+    return result
+
+
+def decide(
+    target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, samplings, log_uniforms, seeds
+) -> VerifyResult:
+    """What `verify` does behind its checks; rows without a law are flagged in `invalid` and raise nothing.
+
+    Args:
+        target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, log_uniforms, seeds: see verify.
+        samplings: list of one Sampling a row.
+
+    Returns:
+        VerifyResult.
+    """
+    from flashspec_core.verify import reference
+
+    if all(s.greedy for s in samplings):
+        return reference.verify_greedy(target_logits, draft_token_ids)
+    return reference.verify_token(
+        target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, samplings, log_uniforms, seeds
+    )
+
+
+def _check(target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, log_uniforms, seeds):
+    def expect(good, wanted, got):
+        if not good:
+            raise ValueError(f"expected {wanted}, got {got}")
+
+    def shaped(name, tensor, shape, dtypes):
+        good = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == tuple(shape) and tensor.dtype in dtypes
+        got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        expect(good, f"{name} as {list(shape)} {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", got)
+
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    expect(
+        isinstance(target_logits, torch.Tensor) and target_logits.dim() == 3 and 0 not in target_logits.shape,
+        "target_logits as [batch, gamma + 1, vocab], none of them 0",
+        list(getattr(target_logits, "shape", [])) or type(target_logits).__name__,
+    )
+    batch, gamma, vocab = target_logits.shape[0], target_logits.shape[1] - 1, target_logits.shape[2]
+    shaped("target_logits", target_logits, target_logits.shape, floats)
+    shaped("draft_token_ids", draft_token_ids, (batch, gamma), (torch.int64,))
+    shaped("log_uniforms", log_uniforms, (batch, gamma), (torch.float32,))
+    shaped("seeds", seeds, (batch,), (torch.int64,))
+    if gamma:
+        lowest, highest = int(draft_token_ids.min()), int(draft_token_ids.max())
+        expect(-1 <= lowest and highest < vocab, f"draft_token_ids in -1..{vocab - 1}", f"{lowest}..{highest}")
+        ends = (draft_token_ids[:, :-1] < 0) & (draft_token_ids[:, 1:] >= 0)
+        expect(not bool(ends.any()), "-1 in draft_token_ids only at the end of a row", "ids behind a -1")
+    if draft_logits is None:
+        return
+    draft_vocab = draft_logits.shape[-1] if isinstance(draft_logits, torch.Tensor) and draft_logits.dim() else 0
+    shaped("draft_logits", draft_logits, (batch, gamma, draft_vocab), floats)
+    if draft_logsumexp is not None:
+        shaped("draft_logsumexp", draft_logsumexp, (batch, gamma), (torch.float32,))
+    if draft_vocab_ids is None:
+        expect(draft_vocab <= vocab, f"draft_vocab <= {vocab} (mask and cut ids the target lacks)", draft_vocab)
+        return
+    shaped("draft_vocab_ids", draft_vocab_ids, (draft_vocab,), (torch.int64,))
+    inside = int(draft_vocab_ids.min()) >= 0 and int(draft_vocab_ids.max()) < vocab
+    sorted_unique = bool((draft_vocab_ids[1:] > draft_vocab_ids[:-1]).all())
+    expect(inside and sorted_unique, f"draft_vocab_ids sorted, unique, in 0..{vocab - 1}", draft_vocab_ids.tolist()[:8])
