@@ -210,8 +210,10 @@ class DecodeStep:
     @property
     def fates(self) -> list[str]:
         """One word for each emitted token: "accepted", "recovered", "bonus", or "plain" where nothing was drafted."""
-        last = "plain" if not self.num_draft_tokens else (
-            "bonus" if self.num_accepted == self.num_draft_tokens else "recovered"
+        last = (
+            "plain"
+            if not self.num_draft_tokens
+            else ("bonus" if self.num_accepted == self.num_draft_tokens else "recovered")
         )
         return (["accepted"] * self.num_accepted + [last])[: len(self.token_ids)]
 

@@ -143,7 +143,7 @@ class _Run:
             end = min(len(ids) + max_new_tokens, target.max_length)
             text = TextStream(target.tokenizer, stop)
             self.rows.append(_Row(i, list(ids), len(ids), samplings[i], seeds[i], end, text))
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens, self.eos = max_new_tokens, target.eos_token_ids
         self.cached = CachedModel(target.model)
         self.num_steps = 0
 
@@ -282,10 +282,6 @@ class _Run:
             if row.finish_reason:
                 break
         return new
-
-    @property
-    def eos(self) -> set[int]:
-        return self.target.eos_token_ids
 
 
 def as_arms(arms, gamma: int) -> list[Arm]:

@@ -133,9 +133,9 @@ class NGramDrafter:
                 best, length = end, match
             if length == self.max_ngram:
                 break
-        proposed = [] if best is None else list(ids[best : best + min(gamma, self.trust * length)])
-        while best is not None and len(proposed) < min(gamma, self.trust * length):  # the match runs into the end: go on
-            proposed.append(proposed[len(proposed) - (len(ids) - best)])
+        proposed = []
+        for i in range(min(gamma, self.trust * length)):  # behind the text's end its last period comes again
+            proposed.append(ids[best + i] if best + i < len(ids) else proposed[best + i - len(ids)])
         return proposed
 
 

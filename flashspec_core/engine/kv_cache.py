@@ -10,6 +10,8 @@ import inspect
 
 import torch
 
+from flashspec_core.engine.cpu import narrow_products, plain_linears
+
 PREFILL_CHUNK = 512  # tokens a row and pass while a long prompt is read
 
 
@@ -111,6 +113,7 @@ class CachedModel:
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.24
         self.mask_dtype = None if model.config._attn_implementation in ("sdpa", "flash_attention_2") else model.dtype
+        self.linears = plain_linears(model)
         self.clear()
 
     def clear(self):
@@ -176,14 +179,15 @@ class CachedModel:
             mask = torch.zeros(mask.shape, dtype=self.mask_dtype, device=device).masked_fill_(
                 ~mask, torch.finfo(self.mask_dtype).min
             )
-        logits = self.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=keep,
-            **{self.cache_argument: self.cache},
-        ).logits
+        with narrow_products(self.linears):
+            logits = self.model(
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=keep,
+                **{self.cache_argument: self.cache},
+            ).logits
         for held, ids in zip(self.ids, pending, strict=True):
             held.extend(ids)
         self.num_read += sum(map(len, pending))

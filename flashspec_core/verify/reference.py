@@ -130,6 +130,8 @@ def _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, lawle
     shown = torch.cat([draft_token_ids, draft_token_ids.new_zeros(batch, 1)], dim=1)
     token_ids = torch.where(position < accepted, shown, PLACEHOLDER_TOKEN_ID)
     token_ids = torch.where(position == accepted, next_ids[:, None], token_ids)
-    bad = lawless & (position <= (draft_token_ids >= 0).sum(1, keepdim=True))  # rows behind a row's own end are not read
+    bad = lawless & (
+        position <= (draft_token_ids >= 0).sum(1, keepdim=True)
+    )  # rows behind a row's own end are not read
     invalid = torch.where(bad.any(1), bad.long().argmax(1), -1)
     return VerifyResult(num_accepted, next_ids, token_ids, p_drafted, q_drafted, invalid)

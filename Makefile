@@ -1,0 +1,35 @@
+# Each target makes .venv when it is missing; a second call does no work again.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help quickstart test check lab notebooks clean
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "FlashSpec needs Python 3.11 to 3.13; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
+	  { rm -rf .venv; echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu install python3-venv first."; exit 1; }
+	@echo "installing into .venv (a minute or two) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,test]'
+	@touch $@
+
+quickstart: $(STAMP)  ## a real model, plain and speculative, side by side
+	$(BIN)/python -m flashspec_core.lab.notebooks quickstart
+
+test: $(STAMP)  ## every test, the notebooks included
+	$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .
+	$(BIN)/python -m pytest -q
+
+check: test  ## exactly what CI runs
+
+lab: $(STAMP)  ## open JupyterLab on the notebooks
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+notebooks: $(STAMP)  ## execute all notebooks and write their outputs back, normalised
+	$(BIN)/python -m flashspec_core.lab.notebooks execute
+
+clean:  ## remove what was built here (not the model cache)
+	rm -rf .venv build

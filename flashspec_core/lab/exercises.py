@@ -1,0 +1,79 @@
+"""Checks for the notebooks' exercises; a hint where an answer is wrong, and no solutions in the notebooks.
+
+An exercise is a rule that an answer must fulfil. The exercises' texts stand in the notebooks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What is right, and what helps.
+
+    Args:
+        solution: the answer; numbers are compared to 1 %.
+        hint: shown for a wrong answer.
+        why: shown for a right one.
+    """
+
+    solution: Any
+    hint: str
+    why: str
+
+
+EXERCISES = {
+    "00-a": Exercise(
+        3.05,
+        "Add up the chances that 0, 1, 2, ... drafted tokens stand: 1 + a + a^2 + a^3 + a^4 with a = 0.75.",
+        "(1 - a^5) / (1 - a) = 3.05: a pass emits one token more than it accepts.",
+    ),
+    "00-b": Exercise(
+        "n-gram",
+        "Which drafter costs no model pass at all, and where does its text already stand?",
+        "Copied text stands in the prompt, so looking it up is free and nearly always right.",
+    ),
+}
+
+
+def check(name: str, answer) -> str:
+    """Say whether an answer is right.
+
+    Args:
+        name: of the exercise, as the notebook gives it.
+        answer: the reader's; None: not tried yet.
+
+    Returns:
+        A sentence to show.
+
+    Raises:
+        KeyError: no such exercise.
+
+    >>> check("00-a", None)
+    'Exercise 00-a: not tried yet.'
+    """
+    if name not in EXERCISES:
+        raise KeyError(f"expected one of {sorted(EXERCISES)}, got {name!r}")
+    exercise = EXERCISES[name]
+    if answer is None:
+        return f"Exercise {name}: not tried yet."
+    if is_right(answer, exercise.solution):
+        return f"Exercise {name}: right. {exercise.why}"
+    return f"Exercise {name}: not yet. Hint: {exercise.hint}"
+
+
+def is_right(answer, solution) -> bool:
+    """Numbers to 1 %, words without regard to case.
+
+    Args:
+        answer, solution: of the same kind.
+    """
+    if isinstance(solution, str):
+        return isinstance(answer, str) and answer.strip().lower() == solution.lower()
+    try:
+        return math.isclose(float(answer), solution, rel_tol=0.01)
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,159 @@
+"""Policies: the index by hand, the order of first tries, what is refused, and regret within the known bands."""
+
+import math
+
+import numpy as np
+import pytest
+
+import flashspec_core as fs
+
+MEANS = np.array([0.3, 0.7, 0.5])
+COUNTING = pytest.mark.parametrize("policy_class", [fs.UCB1, fs.ThompsonSampling])
+
+
+def pseudo_regret(policy, rng, horizon=10_000):
+    """Summed gap to the best mean, one reward draw a round; a float, or an array of the policy's shape."""
+    regret = np.zeros(policy.shape)
+    for _ in range(horizon):
+        arm = policy.select_arm()
+        regret += MEANS.max() - MEANS[arm]
+        policy.update(arm, np.asarray(rng.random(policy.shape or None) < MEANS[arm], dtype=float))
+    return regret
+
+
+@pytest.mark.parametrize(
+    "played, index",
+    [
+        # ln 2 = .6931, ln 3 = 1.0986, ln 4 = 1.3863; s/n + sqrt(2 ln t / n)
+        ([(0, 0.0), (1, 1.0)], [1.1774, 2.1774]),
+        ([(0, 0.0), (1, 1.0), (1, 0.5)], [1.4823, 1.7981]),
+        ([(0, 0.0), (1, 1.0), (1, 0.5), (1, 0.0)], [1.6651, 1.4613]),
+        ([(0, 0.25), (0, 0.75), (0, 0.5), (1, 1.0)], [1.4613, 2.6651]),
+        ([(0, 1.0)], [1.0, math.inf]),
+        ([], [math.inf, math.inf]),
+    ],
+)
+def test_ucb1_index_by_hand(played, index):
+    policy = fs.UCB1(num_arms=2)
+    for arm, reward in played:
+        policy.update(arm, reward)
+    np.testing.assert_allclose(policy.index(), index, atol=6e-5)
+    assert policy.select_arm() == int(np.argmax(index))
+
+
+def test_ucb1_bonus_is_divided_by_the_arms_own_pulls():
+    # in other suites: divided by the sum of all pulls, equal for every arm, so nothing is explored
+    policy = fs.UCB1(num_arms=2)
+    for arm in (0, 1, 1, 1, 1, 1, 1, 1, 1):
+        policy.update(arm, 0.5)
+    bonus = policy.index() - 0.5
+    assert bonus[0] / bonus[1] == pytest.approx(math.sqrt(8)) and policy.select_arm() == 0
+
+
+def test_ucb1_tries_every_arm_first_in_order_and_breaks_ties_low():
+    policy, chosen = fs.UCB1(num_arms=5), []
+    for _ in range(6):
+        chosen.append(policy.select_arm())
+        policy.update(chosen[-1], 1.0)
+    assert chosen == [0, 1, 2, 3, 4, 0]
+    assert all(type(arm) is int for arm in chosen)
+    assert fs.UCB1(num_arms=1).select_arm() == 0
+
+
+def test_a_late_first_reward_keeps_the_arm_first():
+    policy = fs.UCB1(num_arms=3)
+    policy.update(2, 1.0)  # feedback of a later round comes in before those of arms 0 and 1
+    assert policy.select_arm() == 0
+
+
+@COUNTING
+@pytest.mark.parametrize("reward", [-1e-9, 1.0000001, 4, math.nan, math.inf, [0.5, math.nan]])
+def test_rewards_outside_0_1_are_refused_and_leave_no_trace(policy_class, reward):
+    # in other suites: raw counts 0..gamma fed to a posterior that expects [0, 1]
+    policy = policy_class(num_arms=2, shape=np.shape(reward))
+    with pytest.raises(ValueError, match=r"reward must lie in \[0, 1\], got"):
+        policy.update(np.zeros(policy.shape, dtype=int) if policy.shape else 0, reward)
+    assert policy.pulls.sum() == 0 and policy.reward_sums.sum() == 0
+
+
+@COUNTING
+@pytest.mark.parametrize("num_arms", [0, -1])
+def test_no_arms_is_refused(policy_class, num_arms):
+    with pytest.raises(ValueError, match=f"num_arms must be at least 1, got {num_arms}"):
+        policy_class(num_arms=num_arms)
+
+
+@COUNTING
+def test_update_counts_fractions_and_ends_are_allowed(policy_class):
+    policy = policy_class(num_arms=3)
+    for arm, reward in ((0, 0), (2, 1), (2, 0.25)):
+        policy.update(arm, reward, feedback=fs.Feedback(step=0, num_draft_tokens=4, num_accepted=1))
+    assert policy.pulls.tolist() == [1, 0, 2] and policy.reward_sums.tolist() == [0, 0, 1.25]
+
+
+def test_vectorised_ucb1_equals_single_ones():
+    size, rng = 7, np.random.default_rng(0)
+    many, singles = fs.UCB1(num_arms=3, shape=(size,)), [fs.UCB1(num_arms=3) for _ in range(size)]
+    for _ in range(300):
+        arms = many.select_arm()
+        assert arms.tolist() == [policy.select_arm() for policy in singles]
+        rewards = rng.random(size)
+        many.update(arms, rewards)
+        for policy, arm, reward in zip(singles, arms, rewards, strict=True):
+            policy.update(int(arm), reward)
+    np.testing.assert_array_equal(many.index(), [policy.index() for policy in singles])
+    np.testing.assert_array_equal(many.pulls, [policy.pulls for policy in singles])
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+@COUNTING
+def test_any_leading_shape(policy_class, shape):
+    policy = policy_class(num_arms=2, shape=shape)
+    arms = policy.select_arm()
+    policy.update(arms, np.full(shape, 0.5))
+    assert arms.shape == shape and policy.pulls.shape == (*shape, 2)
+    assert (policy.pulls.sum(-1) == 1).all() and (policy.reward_sums.sum(-1) == 0.5).all()
+
+
+@pytest.mark.parametrize("seed, regret", list(enumerate([70.2, 117.8, 99.8, 123.4, 89.6])))
+def test_ucb1_regret_of_the_seeds_claim(seed, regret):
+    assert pseudo_regret(fs.UCB1(num_arms=3), np.random.default_rng(seed)) == pytest.approx(regret, abs=0.1)
+
+
+def test_regret_means_of_200_runs_are_in_their_bands():
+    # THEORY: Thompson 18.6-18.9 (one run's sd 8 to 16), UCB1 99.0-99.6 (sd 16.8)
+    thompson = pseudo_regret(fs.ThompsonSampling(num_arms=3, seed=0, shape=(200,)), np.random.default_rng(1))
+    ucb1 = pseudo_regret(fs.UCB1(num_arms=3, shape=(200,)), np.random.default_rng(2))
+    assert 14 < thompson.mean() < 26
+    assert 94 < ucb1.mean() < 105
+
+
+def test_thompson_draws_from_the_posterior():
+    policy = fs.ThompsonSampling(num_arms=2, shape=(20_000,))
+    policy.pulls[:], policy.reward_sums[:] = [3, 0], [2.5, 0]
+    draws = policy.index()  # Beta(3.5, 1.5) and Beta(1, 1)
+    np.testing.assert_allclose(draws.mean(0), [0.7, 0.5], atol=0.01)
+    np.testing.assert_allclose(draws.var(0), [0.7 * 0.3 / 6, 1 / 12], rtol=0.05)
+
+
+def test_thompson_repeats_from_its_seed_and_owns_its_generator():
+    def choices(seed):
+        policy = fs.ThompsonSampling(num_arms=4, seed=seed)
+        return [policy.select_arm() for _ in range(40)]
+
+    first = choices(3)
+    np.random.seed(0)  # the global generator must not matter
+    assert choices(3) == first and choices(4) != first and set(first) == {0, 1, 2, 3}
+
+
+def test_fixed_arm_learns_nothing():
+    policy = fs.FixedArm(2, num_arms=3)
+    policy.update(0, 1.0)
+    assert policy.select_arm(context=[1]) == 2 and policy.num_arms == 3
+    assert fs.FixedArm(5).num_arms is None
+
+
+@pytest.mark.parametrize("arm, num_arms", [(-1, None), (-1, 3), (3, 3)])
+def test_fixed_arm_refuses_arms_that_are_not_there(arm, num_arms):
+    with pytest.raises(ValueError, match=rf"arm must lie in 0\.\..*, got {arm}"):
+        fs.FixedArm(arm, num_arms)
