@@ -12,8 +12,9 @@ __version__ = "0.1.0"
 _HOME = {
     "records": "Arm Draft DecodeStep Feedback Generation PLACEHOLDER_TOKEN_ID Sampling VerifyResult",
     "verify": "verify",
-    "bandits": "FixedArm ThompsonSampling UCB1",
-    "engine.decode": "generate stream",
+    "bandits": "FixedArm Replay ThompsonSampling UCB1",
+    "engine.chat": "Chat",
+    "engine.decode": "RowError generate stream",
     "engine.drafters": "EarlyExitDrafter ModelDrafter NGramDrafter",
     "engine.models": "Target load_target",
 }

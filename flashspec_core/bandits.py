@@ -127,6 +127,44 @@ class ThompsonSampling(_Counting):
         return self.rng.beta(1 + self.reward_sums, 1 + self.pulls - self.reward_sums)
 
 
+class Replay:
+    """The arms of an earlier run, in order: with the same seeds it repeats that run exactly.
+
+    Args:
+        arms: an arm a step, as `Generation.arms` gives them (of a batch: those of the row that took longest).
+
+    Raises:
+        ValueError: asked for more steps than there are arms.
+
+    >>> policy = Replay([2, 0])
+    >>> policy.select_arm(), policy.select_arm()
+    (2, 0)
+    """
+
+    num_arms = None
+
+    def __init__(self, arms):
+        self.arms, self.position = [int(arm) for arm in arms], 0
+
+    def select_arm(self, context=None) -> int:
+        """The next arm.
+
+        Args:
+            context: not used.
+        """
+        if self.position >= len(self.arms):
+            raise ValueError(f"Replay holds {len(self.arms)} arms, and one more step was asked for")
+        self.position += 1
+        return self.arms[self.position - 1]
+
+    def update(self, arm, reward, feedback=None) -> None:
+        """Learn nothing.
+
+        Args:
+            arm, reward, feedback: not used.
+        """
+
+
 class FixedArm:
     """Always the same arm.
 

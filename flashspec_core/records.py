@@ -5,12 +5,16 @@ Plain dataclasses that import no torch. They compute nothing but their own summa
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, field
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 PLACEHOLDER_TOKEN_ID = -1
 GREEDY_TEMPERATURE = 1e-5
+TRACE_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,7 @@ class DecodeStep:
         tokens_per_second: emitted over step_seconds, of this row.
         step_seconds, draft_seconds, verify_seconds: of the whole step; verify includes the target's pass.
         num_prefilled: prompt tokens read in this step (its time holds the prefill), 0 after the first.
+        logprobs: with `logprobs=True`, the target's own log-probability of each emitted token.
         draft_token_ids, target_logprobs, draft_logprobs, log_uniforms: with `trace=True`, one value a drafted token.
     """
 
@@ -197,6 +202,7 @@ class DecodeStep:
     draft_seconds: float | None = None
     verify_seconds: float | None = None
     num_prefilled: int = 0
+    logprobs: list[float] | None = None
     draft_token_ids: list[int] | None = None
     target_logprobs: list[float] | None = None
     draft_logprobs: list[float] | None = None
@@ -248,6 +254,37 @@ class Generation:
     seconds: float
     error: str | None = None
 
+    def save(self, path) -> None:
+        """Write everything as JSON: a trace that `load` gives back equal (numbers that JSON lacks as "inf", "nan").
+
+        Args:
+            path: of the file; written whole or not at all.
+        """
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        text = json.dumps({"format": TRACE_FORMAT, **_plain(asdict(self))}, ensure_ascii=False, allow_nan=False)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path) -> Generation:
+        """Read what `save` wrote.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            ValueError: it is no trace of this format.
+        """
+        try:
+            values = _with_floats(json.loads(Path(path).read_text(encoding="utf-8")))
+            kind = values.pop("format")
+            if kind != TRACE_FORMAT:
+                raise ValueError(f"format {kind}")
+            return cls(**{**values, "steps": [DecodeStep(**step) for step in values["steps"]]})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"expected a trace of format {TRACE_FORMAT} in {path}, got: {error}") from error
+
     @property
     def arms(self) -> list[int]:
         """The arm of each step: `fs.Replay(out.arms)` repeats them."""
@@ -257,6 +294,12 @@ class Generation:
     def tokens_per_second(self) -> float:
         """New tokens over seconds, prefill included."""
         return len(self.token_ids) / self.seconds if self.seconds else math.inf
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """The target's own log-probability of each new token, where `logprobs=True` was asked for."""
+        kept = [step.logprobs for step in self.steps]
+        return None if None in kept else [value for values in kept for value in values]
 
     @property
     def tokens_per_step(self) -> float:
@@ -275,3 +318,24 @@ class Generation:
         """Accepted over drafted tokens; smaller than `acceptance_rate` wherever gamma is above 1."""
         drafted = sum(s.num_draft_tokens for s in self.steps)
         return sum(s.num_accepted for s in self.steps) / drafted if drafted else math.nan
+
+
+_NUMBER_LISTS = ("target_logprobs", "draft_logprobs", "log_uniforms", "logprobs")
+
+
+def _plain(value):
+    """Floats that JSON lacks as words."""
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _with_floats(trace):
+    """And back, where numbers stand."""
+    for step in trace["steps"]:
+        for name in _NUMBER_LISTS:
+            if step.get(name) is not None:
+                step[name] = [float(v) for v in step[name]]
+    return trace

@@ -146,6 +146,16 @@ def test_thompson_repeats_from_its_seed_and_owns_its_generator():
     assert choices(3) == first and choices(4) != first and set(first) == {0, 1, 2, 3}
 
 
+def test_replay_gives_the_arms_in_order_and_says_when_they_end():
+    policy = fs.Replay(np.array([2, 0, 1]))
+    for arm in (2, 0, 1):
+        chosen = policy.select_arm()
+        policy.update(0, 1.0)
+        assert chosen == arm and type(chosen) is int
+    with pytest.raises(ValueError, match="Replay holds 3 arms, and one more step was asked for"):
+        policy.select_arm()
+
+
 def test_fixed_arm_learns_nothing():
     policy = fs.FixedArm(2, num_arms=3)
     policy.update(0, 1.0)

@@ -130,6 +130,25 @@ def test_a_trace_is_plain_json():
     assert DecodeStep(**json.loads(json.dumps(dataclasses.asdict(step)))) == step
 
 
+def test_a_saved_generation_loads_equal(tmp_path):
+    step = make_step(2, 1, [5, 6], target_logprobs=[-math.inf, -0.5], log_uniforms=[-0.1, -0.2], logprobs=[-1.0, -0.1])
+    out = dataclasses.replace(make_generation([step, make_step(0, 0, [9], logprobs=[-3.0])]), text="inf \u00e9\u2603")
+    out.save(tmp_path / "trace.json")
+    loaded = fs.Generation.load(tmp_path / "trace.json")
+    assert loaded == out and loaded.steps[0].target_logprobs[0] == -math.inf
+    assert loaded.logprobs == [-1.0, -0.1, -3.0] and make_generation([step, make_step(0, 0, [9])]).logprobs is None
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]  # nothing partial stays
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{}", '{"format": 1}', '{"format": 2, "steps": []}', '{"steps": []}']
+)
+def test_what_is_no_trace_is_refused(tmp_path, text):
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ValueError, match="expected a trace of format 1 in .*trace.json, got: "):
+        fs.Generation.load(tmp_path / "trace.json")
+
+
 def test_records_import_no_torch_and_verify_stays_the_function():
     code = (
         "import sys, flashspec_core as fs; fs.Sampling(); fs.UCB1(2); assert 'torch' not in sys.modules\n"

@@ -117,13 +117,14 @@ def test_a_large_vocabulary_with_several_drafts_equals_the_oracle_over_1000_seed
     rng, vocab, gamma = np.random.default_rng(0), 1100, 3
     target = torch.from_numpy(rng.normal(0, 3, (1, gamma + 1, vocab))).float()
     draft = target[:, :gamma] + torch.from_numpy(rng.normal(0, 1, (1, gamma, vocab))).float()
-    ids, seeds = draw(logprobs(draft, SOFT), gumbels(torch.tensor([5, 6, 7]), vocab, DRAFT)[None]), torch.arange(1000)
+    seeds, law = torch.arange(1000), logprobs(draft, SOFT)[0]
+    ids = torch.stack([draw(law[i], gumbels(seeds, vocab, DRAFT, i)) for i in range(gamma)], dim=1)
     p, q = ([serial_law(row.tolist(), SOFT) for row in x[0]] for x in (target, draft))
-    result = call(target.expand(1000, -1, -1), ids.expand(1000, -1), draft.expand(1000, -1, -1))
+    result = call(target.expand(1000, -1, -1), ids, draft.expand(1000, -1, -1))
     log_u, noise = log_uniforms(seeds, gamma).tolist(), gumbels(seeds, vocab, RECOVER)
     compared = 0
     for row, seen in enumerate(result.token_ids.tolist()):
-        want, margin = serial_verify(p, q, ids[0].tolist(), log_u[row], noise[row].tolist())
+        want, margin = serial_verify(p, q, ids[row].tolist(), log_u[row], noise[row].tolist())
         if margin > NEAR:
             compared += 1
             assert seen[: len(want)] == want and set(seen[len(want) :]) <= {-1}

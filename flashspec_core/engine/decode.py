@@ -12,12 +12,13 @@ from statistics import fmean
 import torch
 
 from flashspec_core.bandits import UCB1, FixedArm
+from flashspec_core.engine.checks import as_arms, check_same_tokenizer, row_seeds
 from flashspec_core.engine.drafters import DraftContext
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.engine.text import TextStream, encode_prompts
-from flashspec_core.noise import DraftNoise, fresh_seed, log_uniforms, step_seeds
-from flashspec_core.records import Arm, DecodeStep, Draft, Feedback, Generation, Sampling, check_gamma
-from flashspec_core.verify import METHODS, decide
+from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
+from flashspec_core.records import DecodeStep, Draft, Feedback, Generation, Sampling, check_gamma
+from flashspec_core.verify import METHODS, check_draft, check_normalised, decide
 from flashspec_core.verify.logits import row_samplings
 
 
@@ -33,6 +34,9 @@ def generate(
     max_new_tokens: int = 128,
     stop=(),
     seed=0,
+    max_seconds: float | None = None,
+    logits_processor=None,
+    logprobs: bool = False,
     trace: bool = False,
 ):
     """Continue a prompt speculatively: the text has the target's own law, whatever drafts.
@@ -51,6 +55,10 @@ def generate(
         max_new_tokens: at least 1; never overshot.
         stop: a string or strings that end the text and are left out of it.
         seed: an int (row i takes seed + i), None (drawn and reported), or one a row.
+        max_seconds: no step begins after so long; rows then end with "time".
+        logits_processor: called as transformers' are, f(ids [1, length], logits [1, vocab]) -> logits [1, vocab], once
+            for each verified position with that position's own prefix, before temperature; on the target alone.
+        logprobs: keep the model's own log-probability of every emitted token (before temperature, filters, processor).
         trace: keep drafted ids, their log-probabilities and log-uniforms in every DecodeStep.
 
     Returns:
@@ -59,14 +67,14 @@ def generate(
     Raises:
         ValueError: an argument that does not fit, saying what was expected and what came.
         RowError: logits without a law in some rows, after the others have ended; `.generations` has them all.
+        MemoryError: the device's memory does not suffice, saying what to lower.
 
     Cost: a target pass a step; on the host well under 2 ms a step beside the models.
     Source: Leviathan et al. 2023, algorithm 1.
     """
-    run = _Run(target, arms, prompt, policy, gamma, method, sampling, max_new_tokens, stop, seed, trace)
-    for _ in run.steps():
-        pass
-    return run.generations if run.is_batch else run.generations[0]
+    options = dict(policy=policy, gamma=gamma, method=method, sampling=sampling, max_new_tokens=max_new_tokens)
+    options |= dict(stop=stop, seed=seed, max_seconds=max_seconds, logits_processor=logits_processor)
+    return Run(target, arms, prompt, **options, logprobs=logprobs, trace=trace).finish()
 
 
 def stream(target, arms, prompt, **options):
@@ -82,11 +90,7 @@ def stream(target, arms, prompt, **options):
     Raises:
         ValueError, RowError: as `generate`; arguments are checked at the call.
     """
-    defaults = dict(policy=None, gamma=4, method="token", sampling=Sampling(), max_new_tokens=128, stop=(), seed=0)
-    unknown = set(options) - set(defaults) - {"trace"}
-    if unknown:
-        raise TypeError(f"stream() got unexpected options: {', '.join(sorted(unknown))}")
-    return _Run(target, arms, prompt, **{**defaults, "trace": False, **options}).steps()
+    return Run(target, arms, prompt, **options).steps()
 
 
 class RowError(ValueError):
@@ -117,18 +121,37 @@ class _Row:
         return Generation(self.text.text, new, prompt, self.steps, self.seed, reason, self.seconds, self.error)
 
 
-class _Run:
-    """One call of generate or stream."""
+class Run:
+    """One call of generate or stream; `cached` is the target's cache where it outlives the call (chat.py)."""
 
-    def __init__(self, target, arms, prompt, policy, gamma, method, sampling, max_new_tokens, stop, seed, trace):
+    def __init__(
+        self,
+        target,
+        arms,
+        prompt,
+        *,
+        policy=None,
+        gamma=4,
+        method="token",
+        sampling=Sampling(),  # noqa: B008 - frozen
+        max_new_tokens=128,
+        stop=(),
+        seed=0,
+        max_seconds=None,
+        logits_processor=None,
+        logprobs=False,
+        trace=False,
+        cached=None,
+    ):
         if method not in METHODS:
             raise ValueError(f"method must be one of {METHODS}, got {method!r}")
         if isinstance(max_new_tokens, bool) or not hasattr(max_new_tokens, "__index__") or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be a whole number >= 1, got {max_new_tokens!r}")
+        if max_seconds is not None and not max_seconds > 0:
+            raise ValueError(f"max_seconds must be a number > 0 or None, got {max_seconds!r}")
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(s, str) and s for s in stop) or (stop and target.tokenizer is None):
             raise ValueError(f"stop must be non-empty strings, and needs a tokenizer; got {stop!r}")
-        self.target, self.trace = target, trace
         self.arms = as_arms(arms, check_gamma(gamma))
         for drafter in {id(a.drafter): a.drafter for a in self.arms if a.drafter is not None}.values():
             check_same_tokenizer(target, drafter)
@@ -143,30 +166,53 @@ class _Run:
             end = min(len(ids) + max_new_tokens, target.max_length)
             text = TextStream(target.tokenizer, stop)
             self.rows.append(_Row(i, list(ids), len(ids), samplings[i], seeds[i], end, text))
+        self.target, self.trace, self.logprobs = target, trace, logprobs
+        self.max_seconds, self.logits_processor = max_seconds, logits_processor
         self.max_new_tokens, self.eos = max_new_tokens, target.eos_token_ids
-        self.cached = CachedModel(target.model)
+        self.keeps_cache = cached is not None
+        self.cached = cached or CachedModel(target.model)
         self.num_steps = 0
+
+    def finish(self):
+        """Take every step; a Generation, or a list of them for a list of prompts."""
+        for _ in self.steps():
+            pass
+        return self.generations if self.is_batch else self.generations[0]
 
     @property
     def generations(self) -> list[Generation]:
         return [row.generation() for row in self.rows]
 
     def steps(self):
-        drafters = [arm.drafter for arm in self.arms if arm.drafter is not None]
-        for drafter in drafters:
-            drafter.reset()
+        """Yield a DecodeStep a row and step until every row has ended."""
+        self.start = time.perf_counter()
+        if not self.keeps_cache:
+            self._reset_drafters()
         try:
             active = self.rows
             while active:
                 yield from self._step(active)
                 active = [row for row in active if row.finish_reason is None]
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            longest = max(len(row.ids) for row in self.rows)
+            raise MemoryError(
+                f"{self.target.device} has too little memory for {len(self.rows)} rows of up to {longest} tokens; "
+                "lower the number of prompts, max_new_tokens, gamma, or take a 16-bit dtype"
+            ) from error
         finally:  # also when a stream is closed
-            self.cached.clear()
-            for drafter in drafters:
-                drafter.reset()
+            if not self.keeps_cache:
+                self.cached.clear()
+                self._reset_drafters()
         errors = [row.error for row in self.rows if row.error]
         if errors:
             raise RowError("; ".join(errors), self.generations)
+
+    def _reset_drafters(self):
+        for arm in self.arms:
+            if arm.drafter is not None:
+                arm.drafter.reset()
 
     def _step(self, rows):
         start = time.perf_counter()
@@ -189,10 +235,20 @@ class _Run:
         logits = self.cached.logits(inputs, width + 1, context.row_ids)
         log_u = torch.zeros(len(rows), width, device=device) if greedy else log_uniforms(seeds, width)
         result = decide(
-            logits, draft.token_ids, draft.logits, draft.logsumexp, draft.vocab_ids, samplings, log_u, seeds
+            self._processed(logits, inputs, shown),
+            draft.token_ids,
+            draft.logits,
+            draft.logsumexp,
+            draft.vocab_ids,
+            samplings,
+            log_u,
+            seeds,
         )
         emitted, accepted, invalid = result.token_ids.tolist(), result.num_accepted.tolist(), result.invalid.tolist()
+        if self.logprobs:
+            own = logits.float().log_softmax(-1).gather(-1, result.token_ids.clamp_min(0)[..., None])[..., 0].tolist()
         verified = time.perf_counter()
+        late = self.max_seconds is not None and verified - self.start > self.max_seconds
 
         prefilled = self.cached.num_read - before - len(rows) * (width + 1) if self.num_steps == 0 else 0
         records = []
@@ -206,6 +262,7 @@ class _Run:
                 row.finish_reason, new = "error", []
             else:
                 new = self._commit(row, emitted[i])
+                row.finish_reason = row.finish_reason or ("time" if late else None)
             record = DecodeStep(
                 row=row.index,
                 step=self.num_steps,
@@ -222,6 +279,8 @@ class _Run:
                 verify_seconds=verified - drafted,
                 num_prefilled=prefilled,
             )
+            if self.logprobs:
+                record.logprobs = own[i][: len(new)]
             if self.trace:
                 record.draft_token_ids = shown[i][:num_draft]
                 for name, values in (
@@ -256,12 +315,31 @@ class _Run:
         if arm.drafter is None or gamma == 0:
             return Draft(torch.empty(len(rows), 0, dtype=torch.int64, device=device))
         draft = arm.drafter.draft(context, gamma, samplings, DraftNoise(seeds))
+        try:
+            width = draft.token_ids.shape[-1] if isinstance(draft.token_ids, torch.Tensor) else gamma
+            shape = (len(rows), min(gamma, width), context.vocab_size)
+            check_draft(draft.token_ids, draft.logits, draft.logsumexp, draft.vocab_ids, *shape)
+            check_normalised(draft, samplings)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"drafter {arm.name!r}, asked for at most {gamma} tokens: {error}") from error
         ids = draft.token_ids.to(device)
         if min(room) < ids.shape[1]:
             position = torch.arange(ids.shape[1], device=device)
             ids = torch.where(position < torch.tensor(room, device=device)[:, None], ids, -1)
         moved = [None if t is None else t.to(device) for t in (draft.logits, draft.logsumexp, draft.vocab_ids)]
         return Draft(ids, *moved)
+
+    def _processed(self, logits, inputs, shown):
+        """The target's logits after `logits_processor`, each position with its own prefix."""
+        if self.logits_processor is None:
+            return logits
+        logits = logits.clone()
+        for i, (ids, drafted) in enumerate(zip(inputs, shown, strict=True)):
+            start, count = len(ids) - len(drafted), sum(token_id >= 0 for token_id in drafted)
+            for j in range(count + 1):
+                prefix = torch.tensor([ids[: start + j]], device=logits.device)
+                logits[i, j] = self.logits_processor(prefix, logits[i, j : j + 1])[0]
+        return logits
 
     def _commit(self, row, emitted) -> list[int]:
         """Append what the row keeps of the emitted ids, and say why it ends where it does."""
@@ -282,74 +360,3 @@ class _Run:
             if row.finish_reason:
                 break
         return new
-
-
-def as_arms(arms, gamma: int) -> list[Arm]:
-    """A drafter, an Arm or a list of them as Arms that all have a gamma.
-
-    Args:
-        arms: see generate.
-        gamma: for those that do not say.
-
-    Returns:
-        At least one Arm.
-
-    Raises:
-        ValueError: none was given.
-        TypeError: neither an Arm nor a drafter.
-    """
-    arms = list(arms) if isinstance(arms, list | tuple) else [arms]
-    if not arms:
-        raise ValueError("expected at least one arm, got none; fs.Arm(None) is plain decoding")
-    for arm in arms:
-        if not isinstance(arm, Arm) and not (hasattr(arm, "draft") and hasattr(arm, "name")):
-            raise TypeError(f"an arm is an fs.Arm or a drafter with `name` and `draft`, got {arm!r}")
-    arms = [arm if isinstance(arm, Arm) else Arm(arm) for arm in arms]
-    return [arm if arm.gamma is not None else Arm(arm.drafter, gamma) for arm in arms]
-
-
-def row_seeds(seed, batch: int) -> list[int]:
-    """One seed a row.
-
-    Args:
-        seed: an int (row i takes seed + i), None (drawn), or a sequence of these, one a row.
-        batch: number of rows.
-
-    Returns:
-        A list of ints, each the 64-bit seed that repeats its row alone.
-
-    Raises:
-        ValueError: another number of seeds than rows, or not whole numbers.
-
-    >>> row_seeds(7, 2), row_seeds([3, 3], 2)
-    ([7, 8], [3, 3])
-    """
-    given = [seed] * batch if seed is None or isinstance(seed, int) else list(seed)
-    if len(given) != batch:
-        raise ValueError(f"expected one seed or one a row ({batch}), got {len(given)}")
-    if not all(s is None or (isinstance(s, int) and -(2**63) <= s < 2**63 - batch) for s in given):
-        raise ValueError(f"expected whole 64-bit seeds or None, got {seed!r}")
-    spread = isinstance(seed, int)
-    return [fresh_seed() if s is None else s + i * spread for i, s in enumerate(given)]
-
-
-def check_same_tokenizer(target, drafter) -> None:
-    """Refuse a drafter whose ids mean other text.
-
-    Args:
-        target: with `tokenizer` or None.
-        drafter: with `tokenizer` or without.
-
-    Raises:
-        ValueError: an id stands for another token there.
-    """
-    theirs, ours = getattr(drafter, "tokenizer", None), target.tokenizer
-    if theirs is None or ours is None or theirs is ours:
-        return
-    a, b = ours.get_vocab(), theirs.get_vocab()
-    if a != b:
-        token = next(t for t in [*a, *b] if a.get(t) != b.get(t))
-        raise ValueError(
-            f"drafter {drafter.name!r} has another tokenizer: {token!r} is id {a.get(token)} in the target's and "
-            f"{b.get(token)} in the drafter's; a draft must be in the target's ids"
-        )

@@ -185,7 +185,12 @@ class ModelDrafter:
         Returns:
             Draft: token_ids [batch, gamma]; logits [batch, gamma, draft_vocab], None where all rows are greedy.
         """
+        known = self.cached.model.config.get_text_config().vocab_size
         rows = [list(ids) for ids in context.token_ids]
+        if (
+            known < context.vocab_size
+        ):  # what a smaller vocabulary cannot read it reads as id 0; q may depend on anything
+            rows = [[token_id if token_id < known else 0 for token_id in ids] for ids in rows]
         noise = noise.on(self.cached.model.device)
         greedy = all(s.greedy for s in sampling)
         all_ids, all_logits = [], []

@@ -18,11 +18,11 @@ from matplotlib.figure import Figure  # noqa: E402
 from flashspec_core.engine.text import TextStream  # noqa: E402
 
 PALETTE = sns.color_palette("colorblind").as_hex()
-FATES = {  # colour, mark in front of the token, and words for the legend
+FATES = {  # colour, mark in front of the token, and words for the legend; plain text stays bare, all others underlined
     "accepted": (PALETTE[2], "", "accepted: drafted, and the target agreed"),
     "recovered": (PALETTE[1], "\u25be", "recovered: the target's own token where a draft fell"),
     "bonus": (PALETTE[0], "+", "bonus: one more from the target where all drafts stood"),
-    "plain": ("#767676", "\u00b7", "plain: nothing was drafted"),
+    "plain": ("", "", "plain: nothing was drafted"),
 }
 
 
@@ -67,13 +67,12 @@ def fate_html(generation, tokenizer, title: str = "") -> str:
         sup = f"<sup aria-hidden='true'>{mark}</sup>" if mark else ""
         weight = "normal" if fate in ("accepted", "plain") else "bold"
         shown = html.escape(piece).replace("\n", "\u21b5\n")
-        spans.append(
-            f"<span title='{words}' style='background:{colour}22;border-bottom:2px solid {colour};"
-            f"font-weight:{weight}'>{sup}{shown}</span>"
-        )
+        line = f"background:{colour}22;border-bottom:2px solid {colour};" if colour else ""
+        spans.append(f"<span title='{words}' style='{line}font-weight:{weight}'>{sup}{shown}</span>")
     used = [f for f in FATES if any(f == fate for _, fate in token_pieces(generation, tokenizer))]
     legend = " &nbsp; ".join(
-        f"<span style='border-bottom:2px solid {FATES[f][0]}'>{FATES[f][1]} {FATES[f][2]}</span>" for f in used
+        f"<span style='border-bottom:2px solid {FATES[f][0] or 'transparent'}'>{FATES[f][1]} {FATES[f][2]}</span>"
+        for f in used
     )
     return (
         f"<div class='flashspec-fates'><b>{html.escape(title)}</b>"

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 
 from flashspec_core.records import VerifyResult
-from flashspec_core.verify.logits import row_samplings
+from flashspec_core.verify.logits import row_samplings, warp
 
 METHODS = ("token",)
 IMPLEMENTATIONS = ("reference",)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def verify(
@@ -101,42 +102,74 @@ def decide(
     )
 
 
+def check_draft(token_ids, logits, logsumexp, vocab_ids, batch: int, gamma: int, vocab: int) -> None:
+    """Refuse a draft whose shapes, dtypes or ids do not fit.
+
+    Args:
+        token_ids, logits, logsumexp, vocab_ids: as in records.Draft.
+        batch, gamma, vocab: what the shapes must agree with.
+
+    Raises:
+        ValueError: saying what was expected and what came.
+    """
+    _shaped("draft_token_ids", token_ids, (batch, gamma), (torch.int64,))
+    if gamma:
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        _expect(-1 <= lowest and highest < vocab, f"draft_token_ids in -1..{vocab - 1}", f"{lowest}..{highest}")
+        ends = (token_ids[:, :-1] < 0) & (token_ids[:, 1:] >= 0)
+        _expect(not bool(ends.any()), "-1 in draft_token_ids only at the end of a row", "ids behind a -1")
+    if logits is None:
+        return
+    draft_vocab = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else 0
+    _shaped("draft_logits", logits, (batch, gamma, draft_vocab), FLOATS)
+    if logsumexp is not None:
+        _shaped("draft_logsumexp", logsumexp, (batch, gamma), (torch.float32,))
+    if vocab_ids is None:
+        _expect(draft_vocab <= vocab, f"draft_vocab <= {vocab} (mask and cut ids the target lacks)", draft_vocab)
+        return
+    _shaped("draft_vocab_ids", vocab_ids, (draft_vocab,), (torch.int64,))
+    inside = int(vocab_ids.min()) >= 0 and int(vocab_ids.max()) < vocab
+    sorted_unique = bool((vocab_ids[1:] > vocab_ids[:-1]).all())
+    _expect(inside and sorted_unique, f"draft_vocab_ids sorted, unique, in 0..{vocab - 1}", vocab_ids.tolist()[:8])
+
+
+def check_normalised(draft, samplings) -> None:
+    """Refuse a draft whose q, with the log-sum-exp that it kept, does not sum to 1.
+
+    Args:
+        draft: a records.Draft.
+        samplings: list of one Sampling a row.
+
+    Raises:
+        ValueError: naming row and position.
+    """
+    if draft.logits is None or draft.logsumexp is None:
+        return
+    off = (warp(draft.logits, samplings).logsumexp(-1) - draft.logsumexp).masked_fill(draft.token_ids < 0, 0)
+    row, position = divmod(int(off.abs().nan_to_num(torch.inf).argmax()), off.shape[1])
+    total = float(off[row, position].exp())
+    _expect(abs(total - 1) < 1e-3, "a draft law q that sums to 1", f"{total:.4g} in row {row} at position {position}")
+
+
 def _check(target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, log_uniforms, seeds):
-    def expect(good, wanted, got):
-        if not good:
-            raise ValueError(f"expected {wanted}, got {got}")
-
-    def shaped(name, tensor, shape, dtypes):
-        good = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == tuple(shape) and tensor.dtype in dtypes
-        got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        expect(good, f"{name} as {list(shape)} {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", got)
-
-    floats = (torch.float32, torch.float16, torch.bfloat16)
-    expect(
+    _expect(
         isinstance(target_logits, torch.Tensor) and target_logits.dim() == 3 and 0 not in target_logits.shape,
         "target_logits as [batch, gamma + 1, vocab], none of them 0",
         list(getattr(target_logits, "shape", [])) or type(target_logits).__name__,
     )
     batch, gamma, vocab = target_logits.shape[0], target_logits.shape[1] - 1, target_logits.shape[2]
-    shaped("target_logits", target_logits, target_logits.shape, floats)
-    shaped("draft_token_ids", draft_token_ids, (batch, gamma), (torch.int64,))
-    shaped("log_uniforms", log_uniforms, (batch, gamma), (torch.float32,))
-    shaped("seeds", seeds, (batch,), (torch.int64,))
-    if gamma:
-        lowest, highest = int(draft_token_ids.min()), int(draft_token_ids.max())
-        expect(-1 <= lowest and highest < vocab, f"draft_token_ids in -1..{vocab - 1}", f"{lowest}..{highest}")
-        ends = (draft_token_ids[:, :-1] < 0) & (draft_token_ids[:, 1:] >= 0)
-        expect(not bool(ends.any()), "-1 in draft_token_ids only at the end of a row", "ids behind a -1")
-    if draft_logits is None:
-        return
-    draft_vocab = draft_logits.shape[-1] if isinstance(draft_logits, torch.Tensor) and draft_logits.dim() else 0
-    shaped("draft_logits", draft_logits, (batch, gamma, draft_vocab), floats)
-    if draft_logsumexp is not None:
-        shaped("draft_logsumexp", draft_logsumexp, (batch, gamma), (torch.float32,))
-    if draft_vocab_ids is None:
-        expect(draft_vocab <= vocab, f"draft_vocab <= {vocab} (mask and cut ids the target lacks)", draft_vocab)
-        return
-    shaped("draft_vocab_ids", draft_vocab_ids, (draft_vocab,), (torch.int64,))
-    inside = int(draft_vocab_ids.min()) >= 0 and int(draft_vocab_ids.max()) < vocab
-    sorted_unique = bool((draft_vocab_ids[1:] > draft_vocab_ids[:-1]).all())
-    expect(inside and sorted_unique, f"draft_vocab_ids sorted, unique, in 0..{vocab - 1}", draft_vocab_ids.tolist()[:8])
+    _shaped("target_logits", target_logits, target_logits.shape, FLOATS)
+    check_draft(draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, batch, gamma, vocab)
+    _shaped("log_uniforms", log_uniforms, (batch, gamma), (torch.float32,))
+    _shaped("seeds", seeds, (batch,), (torch.int64,))
+
+
+def _expect(good, wanted, got):
+    if not good:
+        raise ValueError(f"expected {wanted}, got {got}")
+
+
+def _shaped(name, tensor, shape, dtypes):
+    good = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == tuple(shape) and tensor.dtype in dtypes
+    got = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    _expect(good, f"{name} as {list(shape)} {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", got)

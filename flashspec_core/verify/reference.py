@@ -37,7 +37,7 @@ def verify_greedy(target_logits, draft_token_ids) -> VerifyResult:
     stands = torch.where(best[:, :-1] == draft_token_ids, 0.0, -math.inf)
     lawless = ~target_logits.amax(-1).isfinite()
     return _result(
-        draft_token_ids, num_accepted, best.gather(1, num_accepted[:, None])[:, 0], stands, stands * 0, lawless
+        draft_token_ids, num_accepted, best.gather(1, num_accepted[:, None])[:, 0], stands, torch.zeros_like(stands), lawless
     )
 
 

@@ -1,0 +1,32 @@
+"""lab/exercises.py: right and wrong answers, and the notebooks ask for what exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashspec_core.lab import exercises
+
+ANSWERS = {"00-a": (3.05, "3.0513", 4, "four"), "00-b": ("N-gram ", "n-gram", "early exit", 3)}
+
+
+@pytest.mark.parametrize("name", exercises.EXERCISES)
+def test_right_and_wrong_answers(name):
+    right, also_right, wrong, of_another_kind = ANSWERS[name]
+    assert exercises.check(name, None) == f"Exercise {name}: not tried yet."
+    for answer in (right, also_right):
+        assert exercises.check(name, answer).startswith(f"Exercise {name}: right.")
+    for answer in (wrong, of_another_kind, float("nan"), []):
+        assert "Hint:" in exercises.check(name, answer)
+    assert str(exercises.EXERCISES[name].solution) not in exercises.EXERCISES[name].hint
+
+
+def test_an_unknown_exercise_is_named():
+    with pytest.raises(KeyError, match="expected one of"):
+        exercises.check("99-z", 1)
+
+
+def test_notebooks_and_checks_agree():
+    texts = [p.read_text(encoding="utf-8") for p in Path(__file__).parents[1].glob("notebooks/*.ipynb")]
+    asked = set(re.findall(r'exercises\.check\(\\"([^"\\]+)\\"', "".join(texts)))
+    assert asked == set(exercises.EXERCISES)
