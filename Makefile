@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help quickstart test check lab notebooks clean
+.PHONY: help quickstart test check soak lab notebooks clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -24,6 +24,9 @@ test: $(STAMP)  ## every test, the notebooks included
 	$(BIN)/python -m pytest -q
 
 check: test  ## exactly what CI runs
+
+soak: $(STAMP)  ## 2,000 short generations of mixed settings in one process
+	FLASHSPEC_SOAK=2000 $(BIN)/python -m pytest -q tests/test_decode_options.py -k soak
 
 lab: $(STAMP)  ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=notebooks

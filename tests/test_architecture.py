@@ -133,3 +133,12 @@ def test_an_old_python_gets_one_clear_line(tmp_path):
     assert done.returncode != 0
     assert "needs Python 3.11 to 3.13" in done.stdout and "Python 3.9.2" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_readme_examples_run(smollm2):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(blocks) >= 2
+    names = {}
+    for block in blocks:
+        exec(block, names)  # as a reader would type them, one after the other
+    assert names["out"].text and len(names["outs"]) == 2 and names["step"].token_ids

@@ -10,6 +10,7 @@ import transformers
 from conftest import OwnDrafter, greedy_ids, make_target, plain_logits, random_ids, scripted
 
 import flashspec_core as fs
+from flashspec_core.lab.workloads import PROMPTS
 from flashspec_core.records import Draft, Generation
 
 SAMPLED = fs.Sampling(temperature=1.0, top_p=0.9)
@@ -211,6 +212,16 @@ def test_a_closed_stream_leaves_nothing_behind(llama):
     steps.close()
     gc.collect()
     assert all(ref() is None for ref in caches)
+
+
+def test_a_batch_of_real_prompts_equals_each_alone(smollm2):
+    words = smollm2.tokenizer(" ".join(text for prompts in PROMPTS.values() for text in prompts)).input_ids
+    prompts = [words[i * 11 : i * 11 + count] for i, count in enumerate((3, 8, 21, 45, 90, 150, 220, 300))]
+    arm = fs.Arm(fs.NGramDrafter(), 4)
+    together = fs.generate(smollm2, arm, prompts, max_new_tokens=16)
+    for out, prompt in zip(together, prompts, strict=True):
+        assert out.prompt_token_ids == prompt
+        assert out.token_ids == fs.generate(smollm2, arm, prompt, max_new_tokens=16).token_ids
 
 
 def resident_mib() -> float:

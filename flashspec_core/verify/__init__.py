@@ -119,9 +119,12 @@ def check_draft(token_ids, logits, logsumexp, vocab_ids, batch: int, gamma: int,
         ends = (token_ids[:, :-1] < 0) & (token_ids[:, 1:] >= 0)
         _expect(not bool(ends.any()), "-1 in draft_token_ids only at the end of a row", "ids behind a -1")
     if logits is None:
+        given = [name for name, t in (("logsumexp", logsumexp), ("vocab_ids", vocab_ids)) if t is not None]
+        _expect(not given, "draft_logits beside draft_" + " and draft_".join(given), "None")
         return
     draft_vocab = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else 0
     _shaped("draft_logits", logits, (batch, gamma, draft_vocab), FLOATS)
+    _expect(draft_vocab > 0, "draft_logits of at least one id", list(logits.shape))
     if logsumexp is not None:
         _shaped("draft_logsumexp", logsumexp, (batch, gamma), (torch.float32,))
     if vocab_ids is None:
@@ -143,7 +146,7 @@ def check_normalised(draft, samplings) -> None:
     Raises:
         ValueError: naming row and position.
     """
-    if draft.logits is None or draft.logsumexp is None:
+    if draft.logits is None or draft.logsumexp is None or not draft.token_ids.numel():
         return
     off = (warp(draft.logits, samplings).logsumexp(-1) - draft.logsumexp).masked_fill(draft.token_ids < 0, 0)
     row, position = divmod(int(off.abs().nan_to_num(torch.inf).argmax()), off.shape[1])
@@ -155,7 +158,7 @@ def _check(target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_
     _expect(
         isinstance(target_logits, torch.Tensor) and target_logits.dim() == 3 and 0 not in target_logits.shape,
         "target_logits as [batch, gamma + 1, vocab], none of them 0",
-        list(getattr(target_logits, "shape", [])) or type(target_logits).__name__,
+        list(target_logits.shape) if isinstance(target_logits, torch.Tensor) else type(target_logits).__name__,
     )
     batch, gamma, vocab = target_logits.shape[0], target_logits.shape[1] - 1, target_logits.shape[2]
     _shaped("target_logits", target_logits, target_logits.shape, FLOATS)

@@ -34,7 +34,8 @@ def row_samplings(sampling, batch: int) -> list[Sampling]:
     Raises:
         ValueError: another number of them than rows, or another type.
     """
-    rows = [sampling] * batch if isinstance(sampling, Sampling) else list(sampling)
+    several = sampling if isinstance(sampling, list | tuple) else []
+    rows = [sampling] * batch if isinstance(sampling, Sampling) else list(several)
     if len(rows) != batch or not all(isinstance(s, Sampling) for s in rows):
         raise ValueError(f"sampling must be one fs.Sampling or one a row ({batch}), got {sampling!r}")
     return rows
@@ -65,7 +66,7 @@ def warp(logits, sampling):
     x = logits.float() / _column([1.0 if s.greedy else float(s.temperature) for s in rows], logits)
     vocab = x.shape[-1]
     if any(s.top_k is not None and s.top_k < vocab for s in rows):
-        ks = [min(s.top_k or vocab, vocab) for s in rows]
+        ks = [min(int(s.top_k or vocab), vocab) for s in rows]
         largest = x.topk(max(ks), dim=-1).values
         index = torch.tensor([k - 1 for k in ks], device=x.device).view(-1, *(1,) * (x.dim() - 1))
         x = _keep(x, largest.gather(-1, index.expand(*x.shape[:-1], 1)))

@@ -34,11 +34,9 @@ def verify_greedy(target_logits, draft_token_ids) -> VerifyResult:
     """
     best = greedy_ids(target_logits)
     num_accepted = _prefix(best[:, :-1] == draft_token_ids)
-    stands = torch.where(best[:, :-1] == draft_token_ids, 0.0, -math.inf)
-    lawless = ~target_logits.amax(-1).isfinite()
-    return _result(
-        draft_token_ids, num_accepted, best.gather(1, num_accepted[:, None])[:, 0], stands, torch.zeros_like(stands), lawless
-    )
+    p_drafted = torch.where(best[:, :-1] == draft_token_ids, 0.0, -math.inf)
+    next_ids = best.gather(1, num_accepted[:, None])[:, 0]
+    return _result(draft_token_ids, num_accepted, next_ids, p_drafted, torch.zeros_like(p_drafted), target_logits)
 
 
 def verify_token(
@@ -76,7 +74,8 @@ def verify_token(
     else:
         q = draft_logprobs(draft_logits, draft_logsumexp, draft_vocab_ids, samplings, vocab)
         q_drafted = q.gather(-1, ids[..., None])[..., 0]
-    stands = (log_uniforms <= p_drafted - q_drafted) & (draft_token_ids >= 0)  # NaN (p = q = 0) does not stand
+    # NaN (p = q = 0) does not stand, nor does what the target forbids, were u 0
+    stands = (log_uniforms <= p_drafted - q_drafted) & (p_drafted > -math.inf) & (draft_token_ids >= 0)
     num_accepted = _prefix(stands)
 
     row = torch.arange(len(ids), device=ids.device)
@@ -91,8 +90,7 @@ def verify_token(
         rejected = num_accepted < (draft_token_ids >= 0).sum(1)
         law = torch.where(rejected[:, None], residual, law)
     next_ids = draw(law, gumbels(seeds, vocab, RECOVER))
-    lawless = p.isnan().any(-1)
-    return _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, lawless)
+    return _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, target_logits)
 
 
 def draft_logprobs(draft_logits, draft_logsumexp, draft_vocab_ids, samplings, vocab: int):
@@ -123,13 +121,14 @@ def _prefix(stands):
     return stands.long().cumprod(-1).sum(-1)
 
 
-def _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, lawless) -> VerifyResult:
+def _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, target_logits) -> VerifyResult:
     batch, gamma = draft_token_ids.shape
     position = torch.arange(gamma + 1, device=num_accepted.device)
     accepted = num_accepted[:, None]
     shown = torch.cat([draft_token_ids, draft_token_ids.new_zeros(batch, 1)], dim=1)
     token_ids = torch.where(position < accepted, shown, PLACEHOLDER_TOKEN_ID)
     token_ids = torch.where(position == accepted, next_ids[:, None], token_ids)
+    lawless = ~target_logits.amax(-1).isfinite()
     bad = lawless & (
         position <= (draft_token_ids >= 0).sum(1, keepdim=True)
     )  # rows behind a row's own end are not read
