@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Policy(Protocol):
-    """What the engine needs of a policy."""
+    """What the engine needs of a policy; one that inherits from it learns nothing unless it says how."""
 
     num_arms: int
 
@@ -21,13 +21,6 @@ class Policy(Protocol):
 
     def update(self, arm, reward, feedback=None) -> None:
         """Learn that `arm` paid `reward` in [0, 1]; `feedback` is a records.Feedback or None. It may come late."""
-
-
-def _checked(reward):
-    reward = np.asarray(reward, dtype=float)
-    if not ((reward >= 0) & (reward <= 1)).all():
-        raise ValueError(f"a reward must lie in [0, 1], got {reward.tolist()}")
-    return reward
 
 
 class _Counting:
@@ -47,11 +40,8 @@ class _Counting:
     def select_arm(self, context=None):
         """The arm with the largest index, lowest one among equals.
 
-        Args:
-            context: not used.
-
-        Returns:
-            int, or an int array of `shape`.
+        Args: context: not used.
+        Returns: int, or an int array of `shape`.
         """
         best = self.index().argmax(-1)
         return best if self.shape else int(best)
@@ -62,12 +52,12 @@ class _Counting:
         Args:
             arm: int, or an int array of `shape`.
             reward: in [0, 1], same shape.
-            feedback: not used here.
-
-        Raises:
-            ValueError: a reward outside [0, 1].
+            feedback: not used.
+        Raises: ValueError: a reward outside [0, 1].
         """
-        reward = _checked(reward)
+        reward = np.asarray(reward, dtype=float)
+        if not ((reward >= 0) & (reward <= 1)).all():
+            raise ValueError(f"a reward must lie in [0, 1], got {reward.tolist()}")
         if not self.shape:  # the engine's case: plain indexing
             self.pulls[arm] += 1
             self.reward_sums[arm] += reward
@@ -86,7 +76,6 @@ class UCB1(_Counting):
         num_arms: K.
         seed: kept for a common signature; UCB1 draws nothing.
         shape: leading dimensions of the state: one engine (), or many simulated runs.
-
     Source: Auer, Cesa-Bianchi, Fischer 2002, figure 1.
 
     >>> policy = UCB1(num_arms=2)
@@ -99,7 +88,6 @@ class UCB1(_Counting):
         """[*shape, num_arms]: the upper confidence bounds, infinite for an arm not yet tried."""
         with np.errstate(divide="ignore", invalid="ignore"):
             t = self.pulls.sum(-1, keepdims=True)
-            # s/n + sqrt(2 ln t / n)
             bound = self.reward_sums / self.pulls + np.sqrt(2 * np.log(t) / self.pulls)
         return np.where(self.pulls == 0, np.inf, bound)
 
@@ -113,7 +101,6 @@ class ThompsonSampling(_Counting):
         num_arms: K.
         seed: of the policy's own generator.
         shape: leading dimensions of the state.
-
     Source: Thompson 1933; Agrawal and Goyal 2012, algorithm 2 (rewards in [0, 1] taken as fractions).
 
     >>> policy = ThompsonSampling(num_arms=2, seed=0)
@@ -127,14 +114,11 @@ class ThompsonSampling(_Counting):
         return self.rng.beta(1 + self.reward_sums, 1 + self.pulls - self.reward_sums)
 
 
-class Replay:
+class Replay(Policy):
     """The arms of an earlier run, in order: with the same seeds it repeats that run exactly.
 
-    Args:
-        arms: an arm a step, as `Generation.arms` gives them (of a batch: those of the row that took longest).
-
-    Raises:
-        ValueError: asked for more steps than there are arms.
+    Args: arms: an arm a step, as `Generation.arms` gives them (of a batch: those of the row that took longest).
+    Raises: ValueError: asked for more steps than there are arms.
 
     >>> policy = Replay([2, 0])
     >>> policy.select_arm(), policy.select_arm()
@@ -147,25 +131,14 @@ class Replay:
         self.arms, self.position = [int(arm) for arm in arms], 0
 
     def select_arm(self, context=None) -> int:
-        """The next arm.
-
-        Args:
-            context: not used.
-        """
+        """The next arm. Args: context: not used."""
         if self.position >= len(self.arms):
             raise ValueError(f"Replay holds {len(self.arms)} arms, and one more step was asked for")
         self.position += 1
         return self.arms[self.position - 1]
 
-    def update(self, arm, reward, feedback=None) -> None:
-        """Learn nothing.
 
-        Args:
-            arm, reward, feedback: not used.
-        """
-
-
-class FixedArm:
+class FixedArm(Policy):
     """Always the same arm.
 
     Args:
@@ -182,16 +155,5 @@ class FixedArm:
         self.arm, self.num_arms = arm, num_arms
 
     def select_arm(self, context=None) -> int:
-        """The arm.
-
-        Args:
-            context: not used.
-        """
+        """The arm. Args: context: not used."""
         return self.arm
-
-    def update(self, arm, reward, feedback=None) -> None:
-        """Learn nothing.
-
-        Args:
-            arm, reward, feedback: not used.
-        """

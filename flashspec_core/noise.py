@@ -29,10 +29,7 @@ def philox(seeds, counter, rounds: int = 10):
         seeds: int64 tensor, any shape; all 64 bits count.
         counter: four int64 tensors or ints in [0, 2^32) that broadcast with seeds.
         rounds: of the cipher; 10 everywhere.
-
-    Returns:
-        Four int64 tensors in [0, 2^32).
-
+    Returns: Four int64 tensors in [0, 2^32).
     Cost: about 100 integer operations a call's element; no host wait.
     Source: Salmon et al. 2011, section 3.3.
 
@@ -56,9 +53,7 @@ def step_seeds(row_seeds, step: int):
     Args:
         row_seeds: [batch] int64.
         step: the row's step, from 0; an int or a [batch] int64 tensor.
-
-    Returns:
-        [batch] int64, all 64 bits used.
+    Returns: [batch] int64, all 64 bits used.
 
     >>> step_seeds(torch.tensor([7, 7, 8]), 3).unique().numel()
     2
@@ -75,9 +70,7 @@ def log_uniforms(seeds, num_positions: int):
     Args:
         seeds: [batch] int64, of this step (`step_seeds`).
         num_positions: gamma.
-
-    Returns:
-        [batch, num_positions] float32, at most 0.
+    Returns: [batch, num_positions] float32, at most 0.
 
     >>> bool((log_uniforms(torch.arange(1000), 4) <= 0).all())
     True
@@ -98,10 +91,7 @@ def gumbels(seeds, vocab_size: int, purpose: int, positions=0):
         vocab_size: V.
         purpose: DRAFT, RECOVER or COUPLED.
         positions: an int or [batch] int64: the position in the block (DRAFT) or in the sequence (COUPLED).
-
-    Returns:
-        [batch, V] float32. Id v takes word v % 4 of counter (v // 4, position, 0, purpose).
-
+    Returns: [batch, V] float32. Id v takes word v % 4 of counter (v // 4, position, 0, purpose).
     Cost: V / 4 Philox calls and 2 V logs a row; no host wait.
 
     >>> bool(gumbels(torch.arange(100), 50, DRAFT).isfinite().all())
@@ -140,9 +130,7 @@ class DraftNoise:
         Args:
             index: 0 to gamma - 1.
             vocab_size: of the target ids that may be drawn.
-
-        Returns:
-            [batch, vocab_size] float32.
+        Returns: [batch, vocab_size] float32.
         """
         if self.positions is None:
             return gumbels(self.seeds, vocab_size, DRAFT, index)

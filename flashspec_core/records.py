@@ -29,9 +29,7 @@ class Sampling:
         top_p: in (0, 1]: the smallest set of most probable ids whose mass reaches top_p stays; None keeps all.
         top_k: at least 1: the k most probable ids stay; None keeps all.
         min_p: in [0, 1]: ids of at least min_p times the largest probability stay; None keeps all.
-
-    Raises:
-        ValueError: a value outside its range, saying the range and the value.
+    Raises: ValueError: a value outside its range, saying the range and the value.
 
     >>> Sampling(temperature=0.7, top_p=0.95).greedy
     False
@@ -76,9 +74,7 @@ class Arm:
     Args:
         drafter: an object with `name`, `draft`, `commit` and `reset`, or None: "off", plain decoding.
         gamma: at most this many drafted tokens a step, at least 1; None takes `generate`'s gamma.
-
-    Raises:
-        ValueError: gamma is below 1.
+    Raises: ValueError: gamma is below 1.
 
     >>> Arm(None).name
     'off'
@@ -100,11 +96,8 @@ class Arm:
 def check_gamma(gamma) -> int:
     """Return gamma if it is a whole number of at least 1.
 
-    Args:
-        gamma: the speculation length, tokens.
-
-    Raises:
-        ValueError: it is not; `fs.Arm(None)` is how to draft nothing.
+    Args: gamma: the speculation length, tokens.
+    Raises: ValueError: it is not; `fs.Arm(None)` is how to draft nothing.
     """
     if isinstance(gamma, bool) or not hasattr(gamma, "__index__") or gamma < 1:
         raise ValueError(f"gamma must be a whole number >= 1 (to draft nothing use fs.Arm(None)), got {gamma!r}")
@@ -216,11 +209,8 @@ class DecodeStep:
     @property
     def fates(self) -> list[str]:
         """One word for each emitted token: "accepted", "recovered", "bonus", or "plain" where nothing was drafted."""
-        last = (
-            "plain"
-            if not self.num_draft_tokens
-            else ("bonus" if self.num_accepted == self.num_draft_tokens else "recovered")
-        )
+        tested = "bonus" if self.num_accepted == self.num_draft_tokens else "recovered"
+        last = tested if self.num_draft_tokens else "plain"
         return (["accepted"] * self.num_accepted + [last])[: len(self.token_ids)]
 
 
@@ -257,12 +247,11 @@ class Generation:
     def save(self, path) -> None:
         """Write everything as JSON: a trace that `load` gives back equal (numbers that JSON lacks as "inf", "nan").
 
-        Args:
-            path: of the file; written whole or not at all.
+        Args: path: of the file; written whole or not at all.
         """
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        text = json.dumps({"format": TRACE_FORMAT, **_plain(asdict(self))}, ensure_ascii=False, allow_nan=False)
+        partial = Path(path).with_name(Path(path).name + ".partial")
+        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda word: str(float(word)))
+        text = json.dumps({"format": TRACE_FORMAT, **values}, ensure_ascii=False, allow_nan=False)
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
 
@@ -270,14 +259,11 @@ class Generation:
     def load(cls, path) -> Generation:
         """Read what `save` wrote.
 
-        Args:
-            path: of the file.
-
-        Raises:
-            ValueError: it is no trace of this format.
+        Args: path: of the file.
+        Raises: ValueError: it is no trace of this format.
         """
         try:
-            values = _with_floats(json.loads(Path(path).read_text(encoding="utf-8")))
+            values = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=_with_floats)
             kind = values.pop("format")
             if kind != TRACE_FORMAT:
                 raise ValueError(f"format {kind}")
@@ -323,19 +309,9 @@ class Generation:
 _NUMBER_LISTS = ("target_logprobs", "draft_logprobs", "log_uniforms", "logprobs")
 
 
-def _plain(value):
-    """Floats that JSON lacks as words."""
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _with_floats(trace):
-    """And back, where numbers stand."""
-    for step in trace["steps"]:
-        for name in _NUMBER_LISTS:
-            if step.get(name) is not None:
-                step[name] = [float(v) for v in step[name]]
-    return trace
+def _with_floats(record):
+    """Words of `save` back to floats, where numbers stand."""
+    for name in _NUMBER_LISTS:
+        if record.get(name) is not None:
+            record[name] = [float(v) for v in record[name]]
+    return record

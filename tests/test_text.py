@@ -6,6 +6,8 @@ import torch
 from conftest import make_target
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from flashspec_core.engine.text import TextStream, encode_prompts
 
@@ -96,6 +98,15 @@ def test_a_stop_string_that_spans_pushes_is_never_shown(tokenizer):
 def test_the_earliest_of_several_stop_strings_counts(tokenizer):
     stream, _, _ = run(tokenizer, tokenizer("abc def ghi").input_ids, ("ghi", "def", " ghi"))
     assert stream.text == "abc "
+    (the,) = tokenizer(" the").input_ids  # one push completes all three
+    assert [run(tokenizer, [the], stop)[0].text for stop in (("h", "e"), ("e", "h"), ("e", "he"))] == [" t"] * 3
+
+
+def test_spaces_between_words_stay_where_the_tokenizer_strips_the_first():
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(("▁one", "▁two", "▁three", "s"))}))
+    words.decoder = decoders.Metaspace()
+    stream, pieces, _ = run(PreTrainedTokenizerFast(tokenizer_object=words), [0, 1, 3, 2])
+    assert pieces == ["one", " two", "s", " three", ""] and stream.text == "one twos three"
 
 
 def test_without_a_tokenizer_the_text_stays_empty():

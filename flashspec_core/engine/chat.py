@@ -16,7 +16,6 @@ class Chat:
         target, arms: see generate.
         messages: the conversation so far; yours to read and to edit between turns.
         options: what else `generate` takes, for every turn.
-
     Cost: a turn's first step reads the new ids (`steps[0].num_prefilled`), not the history.
     """
 
@@ -30,9 +29,7 @@ class Chat:
         Args:
             text: the user's.
             options: of `generate`, for this turn.
-
-        Returns:
-            A Generation.
+        Returns: A Generation.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         options = {**self.options, **options}

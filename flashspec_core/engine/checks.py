@@ -15,10 +15,7 @@ def as_arms(arms, gamma: int) -> list[Arm]:
     Args:
         arms: see generate.
         gamma: for those that do not say.
-
-    Returns:
-        At least one Arm.
-
+    Returns: At least one Arm.
     Raises:
         ValueError: none was given.
         TypeError: neither an Arm nor a drafter.
@@ -39,12 +36,8 @@ def row_seeds(seed, batch: int) -> list[int]:
     Args:
         seed: an int (row i takes seed + i), None (drawn), or a sequence of these, one a row.
         batch: number of rows.
-
-    Returns:
-        A list of ints, each the 64-bit seed that repeats its row alone.
-
-    Raises:
-        ValueError: another number of seeds than rows, or not whole numbers.
+    Returns: A list of ints, each the 64-bit seed that repeats its row alone.
+    Raises: ValueError: another number of seeds than rows, or not whole numbers.
 
     >>> row_seeds(7, 2), row_seeds([3, 3], 2)
     ([7, 8], [3, 3])
@@ -64,9 +57,7 @@ def check_same_tokenizer(target, drafter) -> None:
     Args:
         target: with `tokenizer` or None.
         drafter: with `tokenizer` or without.
-
-    Raises:
-        ValueError: an id stands for another token there.
+    Raises: ValueError: an id stands for another token there.
     """
     theirs, ours = getattr(drafter, "tokenizer", None), target.tokenizer
     if theirs is None or ours is None or theirs is ours:

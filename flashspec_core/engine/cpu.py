@@ -26,17 +26,11 @@ class _NarrowLinear(torch.nn.Linear):
 def plain_linears(model) -> list[torch.nn.Linear]:
     """The layers that `narrow_products` can serve.
 
-    Args:
-        model: a torch module.
-
-    Returns:
-        Its float32 nn.Linear modules on the CPU (of that very class), in order.
+    Args: model: a torch module.
+    Returns: Its float32 nn.Linear modules on the CPU (of that very class), in order.
     """
-    return [
-        m
-        for m in model.modules()
-        if type(m) is torch.nn.Linear and m.weight.device.type == "cpu" and m.weight.dtype == torch.float32
-    ]
+    linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
+    return [m for m in linears if m.weight.device.type == "cpu" and m.weight.dtype == torch.float32]
 
 
 @contextmanager
@@ -45,8 +39,7 @@ def narrow_products(linears):
 
     Rule: the same sums as `linear`, so equal up to float32 rounding.
 
-    Args:
-        linears: from `plain_linears`.
+    Args: linears: from `plain_linears`.
     """
     for module in linears:
         object.__setattr__(module, "__class__", _NarrowLinear)

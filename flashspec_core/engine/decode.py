@@ -60,15 +60,11 @@ def generate(
             for each verified position with that position's own prefix, before temperature; on the target alone.
         logprobs: keep the model's own log-probability of every emitted token (before temperature, filters, processor).
         trace: keep drafted ids, their log-probabilities and log-uniforms in every DecodeStep.
-
-    Returns:
-        A Generation, or a list of them for a list of prompts.
-
+    Returns: A Generation, or a list of them for a list of prompts.
     Raises:
         ValueError: an argument that does not fit, saying what was expected and what came.
         RowError: logits without a law in some rows, after the others have ended; `.generations` has them all.
         MemoryError: the device's memory does not suffice, saying what to lower.
-
     Cost: a target pass a step; on the host well under 2 ms a step beside the models.
     Source: Leviathan et al. 2023, algorithm 1.
     """
@@ -83,12 +79,8 @@ def stream(target, arms, prompt, **options):
     Args:
         target, arms, prompt: see generate.
         options: what else `generate` takes.
-
-    Returns:
-        A generator of DecodeStep, one a row and step; closing it frees the caches.
-
-    Raises:
-        ValueError, RowError: as `generate`; arguments are checked at the call.
+    Returns: A generator of DecodeStep, one a row and step; closing it frees the caches.
+    Raises: ValueError, RowError: as `generate`; arguments are checked at the call.
     """
     return Run(target, arms, prompt, **options).steps()
 
@@ -218,9 +210,9 @@ class Run:
         start = time.perf_counter()
         arm_index = int(self.policy.select_arm())
         arm = self.arms[arm_index]
-        device, vocab = self.target.device, self.target.vocab_size
+        device = self.target.device
         samplings = [row.sampling for row in rows]
-        context = DraftContext([row.ids for row in rows], [row.index for row in rows], vocab)
+        context = DraftContext([row.ids for row in rows], [row.index for row in rows], self.target.vocab_size)
         seeds = torch.tensor([row.seed for row in rows], device=device)
         greedy = all(s.greedy for s in samplings)
         if not greedy:
@@ -234,16 +226,8 @@ class Run:
         inputs = [row.ids + [max(i, 0) for i in ids] for row, ids in zip(rows, shown, strict=True)]
         logits = self.cached.logits(inputs, width + 1, context.row_ids)
         log_u = torch.zeros(len(rows), width, device=device) if greedy else log_uniforms(seeds, width)
-        result = decide(
-            self._processed(logits, inputs, shown),
-            draft.token_ids,
-            draft.logits,
-            draft.logsumexp,
-            draft.vocab_ids,
-            samplings,
-            log_u,
-            seeds,
-        )
+        proposal = draft.token_ids, draft.logits, draft.logsumexp, draft.vocab_ids
+        result = decide(self._processed(logits, inputs, shown), *proposal, samplings, log_u, seeds)
         emitted, accepted, invalid = result.token_ids.tolist(), result.num_accepted.tolist(), result.invalid.tolist()
         if self.logprobs:
             own = logits.float().log_softmax(-1).gather(-1, result.token_ids.clamp_min(0)[..., None])[..., 0].tolist()
@@ -255,10 +239,8 @@ class Run:
         for i, row in enumerate(rows):
             num_draft = sum(token_id >= 0 for token_id in shown[i])
             if invalid[i] >= 0:
-                row.error = (
-                    f"the target's logits hold no law (NaN, or nothing finite) in row {row.index} at position "
-                    f"{len(row.ids) + invalid[i] - 1}"
-                )
+                where = f"in row {row.index} at position {len(row.ids) + invalid[i] - 1}"
+                row.error = f"the target's logits hold no law (NaN, or nothing finite) {where}"
                 row.finish_reason, new = "error", []
             else:
                 new = self._commit(row, emitted[i])
@@ -283,22 +265,15 @@ class Run:
                 record.logprobs = own[i][: len(new)]
             if self.trace:
                 record.draft_token_ids = shown[i][:num_draft]
-                for name, values in (
-                    ("target_logprobs", result.target_logprobs),
-                    ("draft_logprobs", result.draft_logprobs),
-                    ("log_uniforms", log_u),
-                ):
-                    setattr(record, name, values[i, :num_draft].tolist())
+                record.target_logprobs = result.target_logprobs[i, :num_draft].tolist()
+                record.draft_logprobs = result.draft_logprobs[i, :num_draft].tolist()
+                record.log_uniforms = log_u[i, :num_draft].tolist()
             records.append(record)
             row.steps.append(record)
         if arm.drafter is not None:
             arm.drafter.commit(context, result)
-        feedback = Feedback(
-            self.num_steps,
-            sum(r.num_draft_tokens for r in records),
-            sum(accepted),
-            sum(r.num_accepted < r.num_draft_tokens for r in records),
-        )
+        num_rejected = sum(r.num_accepted < r.num_draft_tokens for r in records)
+        feedback = Feedback(self.num_steps, sum(r.num_draft_tokens for r in records), sum(accepted), num_rejected)
         self.policy.update(arm_index, fmean(r.reward for r in records), feedback)
         self.num_steps += 1
         seconds = time.perf_counter() - start
@@ -345,7 +320,7 @@ class Run:
         """Append what the row keeps of the emitted ids, and say why it ends where it does."""
         new = []
         for token_id in emitted:
-            if token_id < 0:
+            if token_id < 0 or row.finish_reason:
                 break
             new.append(token_id)
             row.ids.append(token_id)
@@ -357,6 +332,4 @@ class Run:
             elif len(row.ids) >= row.end:
                 reached = len(row.ids) - row.num_prompt >= self.max_new_tokens
                 row.finish_reason = "length" if reached else "context"
-            if row.finish_reason:
-                break
         return new

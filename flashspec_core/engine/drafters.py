@@ -33,7 +33,7 @@ class DraftContext:
 
 
 class Drafter(Protocol):
-    """A drafter of your own needs a name and three methods; `commit` and `reset` may do nothing.
+    """A drafter of your own needs a name and three methods; `commit` and `reset` may do nothing, as inherited.
 
     >>> class Echo:
     ...     name = "echo"  # proposes that the last token comes again
@@ -58,7 +58,7 @@ class Drafter(Protocol):
         """A new generation begins: forget what earlier ones left."""
 
 
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """Prompt lookup: find where the text's last tokens stood before, and propose what followed there.
 
     Rule: the longest match of the last ids, at most `max_ngram` long and at least `min_ngram`, the latest among equals;
@@ -68,10 +68,7 @@ class NGramDrafter:
         min_ngram: shortest match, in ids; at least 1.
         max_ngram: longest match looked for.
         trust: proposed ids a matched id.
-
-    Raises:
-        ValueError: not 1 <= min_ngram <= max_ngram, or trust below 1.
-
+    Raises: ValueError: not 1 <= min_ngram <= max_ngram, or trust below 1.
     Cost: microseconds a step, no model.
     Source: Saxena 2023, "Prompt lookup decoding".
 
@@ -84,9 +81,8 @@ class NGramDrafter:
 
     def __init__(self, min_ngram: int = 2, max_ngram: int = 16, trust: int = 4):
         if not 1 <= min_ngram <= max_ngram or trust < 1:
-            raise ValueError(
-                f"expected 1 <= min_ngram <= max_ngram and trust >= 1, got {min_ngram}, {max_ngram}, {trust}"
-            )
+            wanted = "1 <= min_ngram <= max_ngram and trust >= 1"
+            raise ValueError(f"expected {wanted}, got {min_ngram}, {max_ngram}, {trust}")
         self.min_ngram, self.max_ngram, self.trust = min_ngram, max_ngram, trust
         self.reset()
 
@@ -94,23 +90,11 @@ class NGramDrafter:
         """Forget all rows."""
         self._seen: dict[int, tuple[list[int], dict]] = {}
 
-    def commit(self, context, result):
-        """Nothing to do: the next draft reads on.
-
-        Args:
-            context, result: not used.
-        """
-
     def draft(self, context, gamma, sampling, noise) -> Draft:
         """Propose what followed the longest earlier match.
 
-        Args:
-            context: DraftContext.
-            gamma: ids a row at most.
-            sampling, noise: not used.
-
-        Returns:
-            Draft with logits None; token_ids [batch, longest proposal], -1 behind a shorter one.
+        Args: context, gamma: see Drafter; sampling, noise: not used.
+        Returns: Draft with logits None; token_ids [batch, longest proposal], -1 behind a shorter one.
         """
         rows = [self._lookup(row, ids, gamma) for row, ids in zip(context.row_ids, context.token_ids, strict=True)]
         width = max(map(len, rows))
@@ -139,19 +123,17 @@ class NGramDrafter:
         return proposed
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A smaller causal language model with the target's tokenizer.
 
     Rule: x_i is drawn from softmax(draft logits after the row's sampling), argmax where the row is greedy.
+    At a commit nothing is to be done: the cache rolls back to what is committed when it reads on.
 
     Args:
         model: a transformers causal language model, or what `load_target` returns.
         tokenizer: its tokenizer, compared with the target's; None: taken to be the target's.
         name: shown in records.
-
-    Raises:
-        ValueError: a model whose cache cannot roll back.
-
+    Raises: ValueError: a model whose cache cannot roll back.
     Cost: a pass of the draft model a token; after an idle time one longer pass that catches up.
     Source: Leviathan et al. 2023.
     """
@@ -166,30 +148,15 @@ class ModelDrafter:
         """Forget all rows and free the cache."""
         self.cached.clear()
 
-    def commit(self, context, result):
-        """Nothing to do: the cache rolls back to what is committed when it reads on.
-
-        Args:
-            context, result: not used.
-        """
-
     def draft(self, context, gamma, sampling, noise) -> Draft:
         """Draw gamma tokens a row, one pass each.
 
-        Args:
-            context: DraftContext.
-            gamma: ids a row.
-            sampling: list of one Sampling a row.
-            noise: DraftNoise.
-
-        Returns:
-            Draft: token_ids [batch, gamma]; logits [batch, gamma, draft_vocab], None where all rows are greedy.
+        Args: context, gamma, sampling, noise: see Drafter.
+        Returns: Draft: token_ids [batch, gamma]; logits [batch, gamma, draft_vocab], None where all rows are greedy.
         """
         known = self.cached.model.config.get_text_config().vocab_size
         rows = [list(ids) for ids in context.token_ids]
-        if (
-            known < context.vocab_size
-        ):  # what a smaller vocabulary cannot read it reads as id 0; q may depend on anything
+        if known < context.vocab_size:  # what it cannot read it reads as id 0; q may depend on anything
             rows = [[token_id if token_id < known else 0 for token_id in ids] for ids in rows]
         noise = noise.on(self.cached.model.device)
         greedy = all(s.greedy for s in sampling)
@@ -213,10 +180,7 @@ class EarlyExitDrafter(ModelDrafter):
     Args:
         target: what `load_target` returns, or a Llama-like causal language model.
         num_layers: how many of its layers, from the first.
-
-    Raises:
-        ValueError: num_layers is not in 1..layers - 1, or the model has no `model.layers`.
-
+    Raises: ValueError: num_layers is not in 1..layers - 1, or the model has no `model.layers`.
     Cost: num_layers / layers of a target pass a token; shares the target's weights.
     Source: Zhang et al. 2023, "Draft and verify" (there with chosen layers).
     """

@@ -31,11 +31,9 @@ class KVCache:
         self.starts = self._where = None  # where this pass writes: one number, or one a row
 
     def begin(self, starts: list[int], width: int):
-        """Set where the next pass writes: `width` tokens a row from its start.
+        """Set where the next pass writes.
 
-        Args:
-            starts: [batch] tokens that each row keeps.
-            width: new tokens a row.
+        Args: starts, width: [batch] tokens that each row keeps, and how many new ones follow in every row.
         """
         self.end = max(starts) + width
         if self.end > self.capacity:
@@ -50,11 +48,8 @@ class KVCache:
 
         Args:
             key_states, value_states: [batch, kv_heads, width, head_dim].
-            layer_idx: which layer.
-            args, kwargs: what some versions of transformers add; not used.
-
-        Returns:
-            keys and values, [batch, kv_heads, end, head_dim]; the mask hides what is not a row's own.
+            layer_idx: which layer; what some versions of transformers add behind it is not used.
+        Returns: keys and values, [batch, kv_heads, end, head_dim]; the mask hides what is not a row's own.
         """
         while len(self.keys) <= layer_idx:  # zeros and not garbage: a hidden NaN times weight 0 is NaN
             batch, heads, _, dim = key_states.shape
@@ -68,25 +63,16 @@ class KVCache:
             if self._where is None:
                 starts = torch.tensor(self.starts, device=keys.device)
                 self._where = (starts[:, None] + torch.arange(width, device=keys.device))[:, None, :, None]
-            where = self._where
-            keys.scatter_(2, where.expand_as(key_states), key_states)
-            values.scatter_(2, where.expand_as(value_states), value_states)
+            keys.scatter_(2, self._where.expand_as(key_states), key_states)
+            values.scatter_(2, self._where.expand_as(value_states), value_states)
         return keys[:, :, : self.end], values[:, :, : self.end]
 
     def get_seq_length(self, layer_idx=0) -> int:
-        """Tokens that every row keeps, as transformers asks.
-
-        Args:
-            layer_idx: not used.
-        """
+        """Tokens that every row keeps, as transformers asks. Args: layer_idx: not used."""
         return self.starts if isinstance(self.starts, int) else max(self.starts or [0])
 
     def select(self, rows: list[int]):
-        """Keep only these rows, in this order.
-
-        Args:
-            rows: indices into the batch.
-        """
+        """Keep only these rows, in this order. Args: rows: indices into the batch."""
         self.keys = [k[rows] for k in self.keys]
         self.values = [v[rows] for v in self.values]
 
@@ -100,11 +86,8 @@ def _grown(tensor, capacity):
 class CachedModel:
     """A causal language model and the ids that its cache holds, row by row.
 
-    Args:
-        model: a transformers causal language model; its cache must be able to roll back.
-
-    Raises:
-        ValueError: the model is recurrent or keeps a cache of another kind.
+    Args: model: a transformers causal language model; its cache must be able to roll back.
+    Raises: ValueError: the model is recurrent or keeps a cache of another kind.
     """
 
     def __init__(self, model):
@@ -128,21 +111,14 @@ class CachedModel:
             token_ids: for each row all of its ids, keep or more.
             keep: positions a row.
             row_ids: names of the rows, so that rows may leave; None: 0, 1, ...
-
-        Returns:
-            [batch, keep, vocab], in the model's dtype.
-
-        Raises:
-            ValueError: more tokens than a sliding window can hold.
-
+        Returns: [batch, keep, vocab], in the model's dtype.
+        Raises: ValueError: more tokens than a sliding window can hold.
         Cost: one pass over the new tokens; a batch with ragged prompts takes passes of up to 512 tokens a row first.
         """
         self._select(list(range(len(token_ids))) if row_ids is None else row_ids)
         if self.window is not None and max(map(len, token_ids)) > self.window:
-            raise ValueError(
-                f"expected at most {self.window} tokens: the model's sliding window drops older keys and cannot roll "
-                f"back past it; got {max(map(len, token_ids))}"
-            )
+            why = "the model's sliding window drops older keys and cannot roll back past it"
+            raise ValueError(f"expected at most {self.window} tokens: {why}; got {max(map(len, token_ids))}")
         for held, ids in zip(self.ids, token_ids, strict=True):
             del held[min(common_prefix(held, ids), len(ids) - keep) :]
         while True:
@@ -158,16 +134,16 @@ class CachedModel:
             self._forward([ids[: min(len(ids) - keep, PREFILL_CHUNK)] for ids in pending], 1)
 
     def _select(self, row_ids):
-        if row_ids != self.row_ids:
-            old = {row: i for i, row in enumerate(self.row_ids)}
-            if all(row in old for row in row_ids):
-                rows = [old[row] for row in row_ids]
-                self.cache.select(rows)
-                self.ids = [self.ids[i] for i in rows]
-            else:
-                self.clear()
-                self.ids = [[] for _ in row_ids]
-            self.row_ids = list(row_ids)
+        if row_ids == self.row_ids:
+            return
+        if set(row_ids) <= set(self.row_ids):
+            rows = [self.row_ids.index(row) for row in row_ids]
+            self.cache.select(rows)
+            self.ids = [self.ids[i] for i in rows]
+        else:
+            self.clear()
+            self.ids = [[] for _ in row_ids]
+        self.row_ids = list(row_ids)
 
     def _forward(self, pending, keep):
         starts, width, device = [len(held) for held in self.ids], max(map(len, pending)), self.model.device
@@ -176,18 +152,11 @@ class CachedModel:
         positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
         mask = torch.arange(self.cache.end, device=device) <= positions[:, None, :, None]  # key <= query
         if self.mask_dtype is not None:
-            mask = torch.zeros(mask.shape, dtype=self.mask_dtype, device=device).masked_fill_(
-                ~mask, torch.finfo(self.mask_dtype).min
-            )
+            lowest = torch.finfo(self.mask_dtype).min
+            mask = torch.zeros(mask.shape, dtype=self.mask_dtype, device=device).masked_fill_(~mask, lowest)
+        options = {"use_cache": True, "logits_to_keep": keep, self.cache_argument: self.cache}
         with narrow_products(self.linears):
-            logits = self.model(
-                input_ids=input_ids,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=keep,
-                **{self.cache_argument: self.cache},
-            ).logits
+            logits = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, **options).logits
         for held, ids in zip(self.ids, pending, strict=True):
             held.extend(ids)
         self.num_read += sum(map(len, pending))
@@ -197,11 +166,8 @@ class CachedModel:
 def common_prefix(a: list[int], b: list[int]) -> int:
     """How many leading ids two lists share.
 
-    Args:
-        a, b: lists of ids.
-
-    Returns:
-        The number; found fast where the lists differ only near their ends.
+    Args: a, b: lists of ids.
+    Returns: The number; found fast where the lists differ only near their ends.
 
     >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
     2
@@ -216,14 +182,9 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 def check_can_roll_back(model) -> int | None:
     """Whether rejected tokens can be taken back from this model's cache.
 
-    Args:
-        model: a transformers causal language model.
-
-    Returns:
-        None, or the sliding window: up to so many tokens nothing is dropped.
-
-    Raises:
-        ValueError: a recurrent or otherwise stateful cache.
+    Args: model: a transformers causal language model.
+    Returns: None, or the sliding window: up to so many tokens nothing is dropped.
+    Raises: ValueError: a recurrent or otherwise stateful cache.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())

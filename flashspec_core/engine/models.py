@@ -54,8 +54,7 @@ class Target:
     @property
     def eos_token_ids(self) -> set[int]:
         """The ids that end a text: none, one or several."""
-        generation = getattr(self.model, "generation_config", None)
-        ids = getattr(generation, "eos_token_id", None)
+        ids = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         ids = self.model.config.get_text_config().eos_token_id if ids is None else ids
         return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
@@ -71,11 +70,8 @@ def default_dtype(device) -> torch.dtype:
     Rule: CUDA: bfloat16 from compute capability 8.0, else float16. CPU: bfloat16 where its instructions include
     bfloat16 products (AVX512_BF16, AMX, Arm BF16), else float32.
 
-    Args:
-        device: a torch device or its name.
-
-    Returns:
-        torch.bfloat16, torch.float16 or torch.float32.
+    Args: device: a torch device or its name.
+    Returns: torch.bfloat16, torch.float16 or torch.float32.
     """
     device = torch.device(device)
     if device.type == "cuda":  # the capability, for "supported" may mean emulated
@@ -102,14 +98,10 @@ def load_target(
         quantization: None.
         trust_remote_code: run code that comes with a Hub model; only if you have read it.
         progress: show a bar while the bundled model downloads.
-
-    Returns:
-        Target: .model .tokenizer .device .dtype .path
-
+    Returns: Target: .model .tokenizer .device .dtype .path
     Raises:
         OSError: no such model, or it cannot be fetched, read or written.
         ValueError: an unknown dtype or quantization.
-
     Cost: the bundled model loads in about 2 s, once its files are there.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

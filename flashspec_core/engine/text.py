@@ -12,10 +12,7 @@ def encode_prompts(target, prompt) -> tuple[list[list[int]], bool]:
     Args:
         target: has `tokenizer` (or None), `vocab_size` and `max_length`.
         prompt: text (tokenised as it is), chat messages (get the chat template), ids, or a list of these.
-
-    Returns:
-        The id lists, and whether a list of prompts was given.
-
+    Returns: The id lists, and whether a list of prompts was given.
     Raises:
         ValueError: no prompt, an empty one, one longer than the model's context, or an id outside the vocabulary.
         TypeError: neither text, messages nor ids.
@@ -49,10 +46,8 @@ def _encode(target, prompt, row) -> list[int]:
     if outside:
         raise ValueError(f"expected ids in 0..{target.vocab_size - 1}, got {outside[0]!r} (row {row})")
     if len(ids) >= target.max_length:
-        raise ValueError(
-            f"expected a prompt shorter than the model's context of {target.max_length} tokens, got {len(ids)} "
-            f"(row {row})"
-        )
+        wanted = f"a prompt shorter than the model's context of {target.max_length} tokens"
+        raise ValueError(f"expected {wanted}, got {len(ids)} (row {row})")
     return ids
 
 
@@ -74,11 +69,8 @@ class TextStream:
     def push(self, token_id: int) -> bool:
         """Take one id.
 
-        Args:
-            token_id: the next emitted id.
-
-        Returns:
-            Whether a stop string is complete; the text then ends before it.
+        Args: token_id: the next emitted id.
+        Returns: Whether a stop string is complete; the text then ends before it.
         """
         if self.tokenizer is None:
             return False
@@ -89,11 +81,8 @@ class TextStream:
     def piece(self, final: bool = False) -> str:
         """The characters that may be shown and have not been.
 
-        Args:
-            final: nothing more comes: show also what a stop string or a split character held back.
-
-        Returns:
-            Text, maybe empty.
+        Args: final: nothing more comes: show also what a stop string or a split character held back.
+        Returns: Text, maybe empty.
         """
         if final and not self.stopped and self.tokenizer is not None:
             self._take(self._new_text(final=True))

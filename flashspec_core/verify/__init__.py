@@ -47,13 +47,9 @@ def verify(
         positions: [batch] int64, position of the first drafted token; not needed by "token".
         method: "token".
         impl: "reference", or None: by device.
-
-    Returns:
-        VerifyResult with num_accepted [batch], next_token_ids [batch], token_ids [batch, gamma + 1].
-
+    Returns: VerifyResult with num_accepted [batch], next_token_ids [batch], token_ids [batch, gamma + 1].
     Raises:
         ValueError: a shape, dtype, id or name that does not fit; target logits without a law (NaN, or nothing finite).
-
     Cost: normalising reads (2 gamma + 1) rows of V a sequence, the test two numbers a token, the draw two rows of V.
     Source: Leviathan et al. 2023 (arXiv 2211.17192); Chen et al. 2023 (arXiv 2302.01318).
 
@@ -74,10 +70,8 @@ def verify(
     )
     if bool((result.invalid >= 0).any()):
         row = int((result.invalid >= 0).long().argmax())
-        raise ValueError(
-            f"target_logits must hold at least one finite number and no NaN a row; row {row}, position "
-            f"{int(result.invalid[row])} does not"
-        )
+        where = f"row {row}, position {int(result.invalid[row])}"
+        raise ValueError(f"target_logits must hold at least one finite number and no NaN a row; {where} does not")
     return result
 
 
@@ -89,9 +83,7 @@ def decide(
     Args:
         target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, log_uniforms, seeds: see verify.
         samplings: list of one Sampling a row.
-
-    Returns:
-        VerifyResult.
+    Returns: VerifyResult.
     """
     from flashspec_core.verify import reference
 
@@ -108,9 +100,7 @@ def check_draft(token_ids, logits, logsumexp, vocab_ids, batch: int, gamma: int,
     Args:
         token_ids, logits, logsumexp, vocab_ids: as in records.Draft.
         batch, gamma, vocab: what the shapes must agree with.
-
-    Raises:
-        ValueError: saying what was expected and what came.
+    Raises: ValueError: saying what was expected and what came.
     """
     _shaped("draft_token_ids", token_ids, (batch, gamma), (torch.int64,))
     if gamma:
@@ -142,9 +132,7 @@ def check_normalised(draft, samplings) -> None:
     Args:
         draft: a records.Draft.
         samplings: list of one Sampling a row.
-
-    Raises:
-        ValueError: naming row and position.
+    Raises: ValueError: naming row and position.
     """
     if draft.logits is None or draft.logsumexp is None or not draft.token_ids.numel():
         return
@@ -155,12 +143,10 @@ def check_normalised(draft, samplings) -> None:
 
 
 def _check(target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, log_uniforms, seeds):
-    _expect(
-        isinstance(target_logits, torch.Tensor) and target_logits.dim() == 3 and 0 not in target_logits.shape,
-        "target_logits as [batch, gamma + 1, vocab], none of them 0",
-        list(target_logits.shape) if isinstance(target_logits, torch.Tensor) else type(target_logits).__name__,
-    )
-    batch, gamma, vocab = target_logits.shape[0], target_logits.shape[1] - 1, target_logits.shape[2]
+    got = list(target_logits.shape) if isinstance(target_logits, torch.Tensor) else type(target_logits).__name__
+    good = isinstance(got, list) and len(got) == 3 and 0 not in got
+    _expect(good, "target_logits as [batch, gamma + 1, vocab], none of them 0", got)
+    batch, gamma, vocab = got[0], got[1] - 1, got[2]
     _shaped("target_logits", target_logits, target_logits.shape, FLOATS)
     check_draft(draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, batch, gamma, vocab)
     _shaped("log_uniforms", log_uniforms, (batch, gamma), (torch.float32,))

@@ -27,12 +27,8 @@ def row_samplings(sampling, batch: int) -> list[Sampling]:
     Args:
         sampling: a Sampling for all rows, or one a row.
         batch: number of rows.
-
-    Returns:
-        A list of length batch.
-
-    Raises:
-        ValueError: another number of them than rows, or another type.
+    Returns: A list of length batch.
+    Raises: ValueError: another number of them than rows, or another type.
     """
     several = sampling if isinstance(sampling, list | tuple) else []
     rows = [sampling] * batch if isinstance(sampling, Sampling) else list(several)
@@ -51,10 +47,7 @@ def warp(logits, sampling):
     Args:
         logits: [batch, ..., vocab] float32, float16 or bfloat16, raw.
         sampling: a Sampling, or a list of one a row.
-
-    Returns:
-        [batch, ..., vocab] float32, not normalised; its softmax is the law.
-
+    Returns: [batch, ..., vocab] float32, not normalised; its softmax is the law.
     Cost: one pass for temperature; top-k and top-p select among 1,024 ids, a full sort only for a flatter law.
     Source: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
 
@@ -76,8 +69,7 @@ def warp(logits, sampling):
         floor = _column([math.log(s.min_p) if s.min_p else -math.inf for s in rows], x)
         x = _keep(x, x.amax(-1, keepdim=True) + floor)
     if any(s.greedy for s in rows):
-        first = greedy_ids(logits)[..., None]
-        one_hot = torch.full_like(x, -math.inf).scatter_(-1, first, 0.0)
+        one_hot = torch.full_like(x, -math.inf).scatter_(-1, greedy_ids(logits)[..., None], 0.0)
         mask = torch.tensor([s.greedy for s in rows], device=x.device).view(-1, *(1,) * (x.dim() - 1))
         x = torch.where(mask, one_hot, x)
     return x
@@ -103,11 +95,8 @@ def _nucleus_threshold(x, top_p):
 def greedy_ids(logits):
     """Argmax over the vocabulary, the lowest id among equals on every device.
 
-    Args:
-        logits: [..., vocab].
-
-    Returns:
-        [...] int64.
+    Args: logits: [..., vocab].
+    Returns: [...] int64.
 
     >>> greedy_ids(torch.tensor([1.0, 3.0, 3.0])).item()
     1
@@ -127,9 +116,7 @@ def logprobs(logits, sampling):
     Args:
         logits: [batch, ..., vocab] raw.
         sampling: a Sampling, or a list of one a row.
-
-    Returns:
-        [batch, ..., vocab] float32 natural logs, -inf where a filter dropped the id; NaN in a row without a law.
+    Returns: [batch, ..., vocab] float32 natural logs, -inf where a filter dropped the id; NaN in a row without a law.
 
     >>> logprobs(torch.tensor([[1.0, 1.0]]), Sampling(temperature=1.0)).exp()
     tensor([[0.5000, 0.5000]])
@@ -142,12 +129,8 @@ def log1mexp(d):
 
     Rule: log(-expm1(d)) above d = -ln 2, log1p(-exp(d)) below; -inf at 0 and above.
 
-    Args:
-        d: float tensor.
-
-    Returns:
-        Same shape and dtype.
-
+    Args: d: float tensor.
+    Returns: Same shape and dtype.
     Source: Maechler 2012, "Accurately computing log(1 - exp(-|a|))".
 
     >>> log1mexp(torch.tensor([-1e-8, -20.0]))
@@ -165,10 +148,7 @@ def residual_logprobs(target_logprobs, draft_logprobs):
     Args:
         target_logprobs: [..., vocab] float32, log p.
         draft_logprobs: [..., vocab] float32, log q.
-
-    Returns:
-        [..., vocab] float32 natural logs.
-
+    Returns: [..., vocab] float32 natural logs.
     Cost: reads both rows once.
     Source: Leviathan et al. 2023, section 2.3 and appendix A.1.
 
@@ -191,10 +171,7 @@ def draw(law_logprobs, noise):
     Args:
         law_logprobs: [..., vocab] float32; need not be normalised.
         noise: [..., vocab] float32 standard Gumbels.
-
-    Returns:
-        [...] int64; an id of probability 0 never comes out.
-
+    Returns: [...] int64; an id of probability 0 never comes out.
     Source: Gumbel 1954; Maddison et al. 2014.
 
     >>> draw(torch.tensor([0.0, -math.inf]), torch.tensor([-9.0, 9.0])).item()

@@ -22,10 +22,7 @@ def verify_greedy(target_logits, draft_token_ids) -> VerifyResult:
     Args:
         target_logits: [batch, gamma + 1, vocab], any float dtype.
         draft_token_ids: [batch, gamma] int64, -1 at the end of a row that drafted fewer.
-
-    Returns:
-        VerifyResult.
-
+    Returns: VerifyResult.
     Cost: reads target_logits once.
 
     >>> logits = torch.tensor([[[0., 1.], [2., 0.], [0., 3.]]])
@@ -49,18 +46,10 @@ def verify_token(
     Without draft_logits q is 1 at x_i: x_i stands with probability p(x_i), else p without x_i.
 
     Args:
-        target_logits: [batch, gamma + 1, vocab] raw.
-        draft_token_ids: [batch, gamma] int64 target ids, -1 at the end of a row.
-        draft_logits: [batch, gamma, draft_vocab] raw, or None.
-        draft_logsumexp: [batch, gamma] float32 of the warped draft logits, or None: computed here.
-        draft_vocab_ids: [draft_vocab] int64, or None.
+        target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids: see verify.
         samplings: list of one Sampling a row.
-        log_uniforms: [batch, gamma] float32, log of u in (0, 1], fresh whenever a position is drafted again.
-        seeds: [batch] int64, noise of the next token, fresh likewise.
-
-    Returns:
-        VerifyResult.
-
+        log_uniforms, seeds: see verify; fresh whenever a position is drafted again.
+    Returns: VerifyResult.
     Cost: normalises gamma + 1 target and gamma draft rows of V; the test reads two numbers a token; draws in one row.
     Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
     """
@@ -68,10 +57,8 @@ def verify_token(
     p = logprobs(target_logits, samplings)  # [batch, gamma + 1, vocab]
     ids = draft_token_ids.clamp_min(0)
     p_drafted = p[:, :-1].gather(-1, ids[..., None])[..., 0]
-    if draft_logits is None:
-        q = None
-        q_drafted = torch.zeros_like(p_drafted)
-    else:
+    q, q_drafted = None, torch.zeros_like(p_drafted)
+    if draft_logits is not None:
         q = draft_logprobs(draft_logits, draft_logsumexp, draft_vocab_ids, samplings, vocab)
         q_drafted = q.gather(-1, ids[..., None])[..., 0]
     # NaN (p = q = 0) does not stand, nor does what the target forbids, were u 0
@@ -99,14 +86,10 @@ def draft_logprobs(draft_logits, draft_logsumexp, draft_vocab_ids, samplings, vo
     Rule: log softmax(warp(draft_logits)) at the draft's ids, -inf (q = 0) at every other id.
 
     Args:
-        draft_logits: [batch, gamma, draft_vocab] raw.
-        draft_logsumexp: [batch, gamma] float32 kept from the draw, or None.
-        draft_vocab_ids: [draft_vocab] int64 target ids, or None for 0 to draft_vocab - 1.
+        draft_logits, draft_logsumexp, draft_vocab_ids: see verify; draft_logits is not None.
         samplings: list of one Sampling a row.
         vocab: V of the target.
-
-    Returns:
-        [batch, gamma, vocab] float32.
+    Returns: [batch, gamma, vocab] float32.
     """
     q = warp(draft_logits, samplings)
     q = q.log_softmax(-1) if draft_logsumexp is None else q - draft_logsumexp[..., None]
@@ -128,9 +111,7 @@ def _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, targe
     shown = torch.cat([draft_token_ids, draft_token_ids.new_zeros(batch, 1)], dim=1)
     token_ids = torch.where(position < accepted, shown, PLACEHOLDER_TOKEN_ID)
     token_ids = torch.where(position == accepted, next_ids[:, None], token_ids)
-    lawless = ~target_logits.amax(-1).isfinite()
-    bad = lawless & (
-        position <= (draft_token_ids >= 0).sum(1, keepdim=True)
-    )  # rows behind a row's own end are not read
+    read = position <= (draft_token_ids >= 0).sum(1, keepdim=True)  # what lies behind a row's own end is not
+    bad = read & ~target_logits.amax(-1).isfinite()
     invalid = torch.where(bad.any(1), bad.long().argmax(1), -1)
     return VerifyResult(num_accepted, next_ids, token_ids, p_drafted, q_drafted, invalid)
