@@ -171,7 +171,7 @@ def test_recurrent_models_are_refused_up_front(config):
         CachedModel(model)
 
 
-@given(st.lists(st.integers(0, 2), max_size=40), st.integers(0, 40), st.lists(st.integers(0, 2), max_size=6))
+@given(st.lists(st.integers(0, 2), max_size=40), st.integers(0, 40), st.lists(st.integers(0, 2), max_size=40))
 def test_common_prefix_equals_counting(a, cut, tail):
     b = a[:cut] + tail
     counted = 0

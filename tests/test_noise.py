@@ -138,6 +138,9 @@ def test_every_pair_of_streams_is_independent():
 
 def test_purposes_are_different_words_of_the_counter():
     assert sorted({STEP, DRAFT, ACCEPT, RECOVER, COUPLED}) == [0, 1, 2, 3, 4]
+    for purpose in (DRAFT, ACCEPT, RECOVER, COUPLED):  # step seeds share no words with what row seeds are used for
+        low, high, _, _ = philox(torch.arange(9), (3, 0, 0, purpose))
+        assert not bool(torch.isin(noise.step_seeds(torch.arange(9), 3), low | high << 32).any())
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 4, 5, 10, 8193])

@@ -149,6 +149,13 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
         fs.Generation.load(tmp_path / "trace.json")
 
 
+def test_a_trace_of_another_format_is_refused(tmp_path):
+    make_generation([make_step(0, 0, [9])]).save(tmp_path / "trace.json")
+    (tmp_path / "trace.json").write_text((tmp_path / "trace.json").read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="expected a trace of format 1 in .*trace.json, got: format 2"):
+        fs.Generation.load(tmp_path / "trace.json")
+
+
 def test_records_import_no_torch_and_verify_stays_the_function():
     code = (
         "import sys, flashspec_core as fs; fs.Sampling(); fs.UCB1(2); assert 'torch' not in sys.modules\n"
