@@ -198,7 +198,6 @@ def test_a_greedy_row_without_a_law_beside_a_soft_row_is_an_error(law):
         fs.verify(**call)
 
 
-@pytest.mark.xfail(strict=True, reason="raw logits are looked at; divided by the temperature they leave float32")
 @pytest.mark.parametrize("law", [[torch.finfo(torch.float32).min] * 7, [3e38] + [0.0] * 6], ids=["masked", "large"])
 def test_a_row_that_loses_its_law_to_the_temperature_is_an_error(law):
     # BUGS 10

@@ -33,7 +33,8 @@ def verify_greedy(target_logits, draft_token_ids) -> VerifyResult:
     num_accepted = _prefix(best[:, :-1] == draft_token_ids)
     p_drafted = torch.where(best[:, :-1] == draft_token_ids, 0.0, -math.inf)
     next_ids = best.gather(1, num_accepted[:, None])[:, 0]
-    return _result(draft_token_ids, num_accepted, next_ids, p_drafted, torch.zeros_like(p_drafted), target_logits)
+    q_drafted = torch.zeros_like(p_drafted)
+    return _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, _lawless(target_logits))
 
 
 def verify_token(
@@ -77,7 +78,8 @@ def verify_token(
         rejected = num_accepted < (draft_token_ids >= 0).sum(1)
         law = torch.where(rejected[:, None], residual, law)
     next_ids = draw(law, gumbels(seeds, vocab, RECOVER))
-    return _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, target_logits)
+    lawless = _lawless(target_logits) | _lawless(p)  # large logits may leave float32 when the temperature divides them
+    return _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, lawless)
 
 
 def draft_logprobs(draft_logits, draft_logsumexp, draft_vocab_ids, samplings, vocab: int):
@@ -104,7 +106,12 @@ def _prefix(stands):
     return stands.long().cumprod(-1).sum(-1)
 
 
-def _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, target_logits) -> VerifyResult:
+def _lawless(logits):
+    """[batch, rows]: NaN, or nothing finite."""
+    return ~logits.amax(-1).isfinite()
+
+
+def _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, lawless) -> VerifyResult:
     batch, gamma = draft_token_ids.shape
     position = torch.arange(gamma + 1, device=num_accepted.device)
     accepted = num_accepted[:, None]
@@ -112,6 +119,6 @@ def _result(draft_token_ids, num_accepted, next_ids, p_drafted, q_drafted, targe
     token_ids = torch.where(position < accepted, shown, PLACEHOLDER_TOKEN_ID)
     token_ids = torch.where(position == accepted, next_ids[:, None], token_ids)
     read = position <= (draft_token_ids >= 0).sum(1, keepdim=True)  # what lies behind a row's own end is not
-    bad = read & ~target_logits.amax(-1).isfinite()
+    bad = read & lawless
     invalid = torch.where(bad.any(1), bad.long().argmax(1), -1)
     return VerifyResult(num_accepted, next_ids, token_ids, p_drafted, q_drafted, invalid)
