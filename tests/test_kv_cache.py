@@ -171,10 +171,8 @@ def test_recurrent_models_are_refused_up_front(config):
         CachedModel(model)
 
 
-@given(st.lists(st.integers(0, 2), max_size=40), st.integers(0, 40), st.lists(st.integers(0, 2), max_size=40))
-def test_common_prefix_equals_counting(a, cut, tail):
-    b = a[:cut] + tail
-    counted = 0
-    while counted < min(len(a), len(b)) and a[counted] == b[counted]:
-        counted += 1
-    assert common_prefix(a, b) == common_prefix(b, a) == counted
+@pytest.mark.parametrize("tails", [(0, 0), (0, 3), (1, 1), (2, 5), (30, 1), (30, 40)])
+@given(shared=st.integers(0, 40), seed=st.integers(0, 99))
+def test_common_prefix_wherever_the_lists_part(tails, shared, seed):
+    a, b = (random_ids(shared, seed) + [101 + i] * length for i, length in enumerate(tails))
+    assert common_prefix(a, b) == common_prefix(b, a) == shared
