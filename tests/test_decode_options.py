@@ -203,6 +203,14 @@ def test_a_draft_model_of_a_smaller_vocabulary_reads_what_it_can():  # BUGS 22
     assert max(max(o.token_ids) for o in sampled) >= 30
 
 
+def test_a_text_beyond_the_sliding_window_is_refused_before_it_begins():  # BUGS 14
+    target = make_target("mistral", sliding_window=8)
+    with pytest.raises(ValueError, match="sliding window of 8 tokens .* got 21 .row 0."):
+        fs.stream(target, fs.NGramDrafter(), [[1], [1, 2, 3, 4]], max_new_tokens=20)
+    out = fs.generate(target, fs.NGramDrafter(1), [1, 2, 1, 2], max_new_tokens=4)
+    assert out.token_ids == greedy_ids(target, [1, 2, 1, 2], 4)
+
+
 def test_a_closed_stream_leaves_nothing_behind(llama):
     drafter = fs.ModelDrafter(llama)
     steps = fs.stream(llama, drafter, [1, 2, 3], max_new_tokens=50)

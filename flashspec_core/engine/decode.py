@@ -153,16 +153,19 @@ class Run:
             raise ValueError(f"policy chooses among {wanted} arms, but {len(self.arms)} were given")
         prompts, self.is_batch = encode_prompts(target, prompt)
         samplings, seeds = row_samplings(sampling, len(prompts)), row_seeds(seed, len(prompts))
+        self.cached = cached or CachedModel(target.model)
         self.rows = []
         for i, ids in enumerate(prompts):
             end = min(len(ids) + max_new_tokens, target.max_length)
+            if self.cached.window is not None and end > self.cached.window:
+                wanted = f"prompt and max_new_tokens within the model's sliding window of {self.cached.window} tokens"
+                raise ValueError(f"expected {wanted} (older keys cannot be rolled back to), got {end} (row {i})")
             text = TextStream(target.tokenizer, stop)
             self.rows.append(_Row(i, list(ids), len(ids), samplings[i], seeds[i], end, text))
         self.target, self.trace, self.logprobs = target, trace, logprobs
         self.max_seconds, self.logits_processor = max_seconds, logits_processor
         self.max_new_tokens, self.eos = max_new_tokens, target.eos_token_ids
         self.keeps_cache = cached is not None
-        self.cached = cached or CachedModel(target.model)
         self.num_steps = 0
 
     def finish(self):
