@@ -5,6 +5,7 @@ The common prefix is found by comparing ids, so an edited history is right too. 
 
 from __future__ import annotations
 
+from flashspec_core.engine.checks import as_arms
 from flashspec_core.engine.decode import Run
 from flashspec_core.engine.kv_cache import CachedModel
 
@@ -40,7 +41,6 @@ class Chat:
     def close(self):
         """Free the caches; the conversation can go on and reads all of it again."""
         self._cached.clear()
-        for arm in self.arms if isinstance(self.arms, list | tuple) else [self.arms]:
-            drafter = getattr(arm, "drafter", arm)
-            if drafter is not None:
-                drafter.reset()
+        for arm in as_arms(self.arms, gamma=1):
+            if arm.drafter is not None:
+                arm.drafter.reset()

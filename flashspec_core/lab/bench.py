@@ -6,15 +6,17 @@ The only writer of notebooks/results. It leaves out figures (plots.py) and what 
 from __future__ import annotations
 
 import csv
+import functools
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = tuple(
@@ -70,16 +72,11 @@ def quantiles(values) -> dict[str, float]:
     >>> quantiles([1.0, 2.0, 3.0])
     {'p20': 1.4, 'p50': 2.0, 'p80': 2.6, 'num_repeats': 3}
     """
-    ordered = sorted(values)
-
-    def at(q):
-        low = int(q * (len(ordered) - 1))
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (q * (len(ordered) - 1) - low) * (ordered[high] - ordered[low])
-
-    return {"p20": at(0.2), "p50": statistics.median(ordered), "p80": at(0.8), "num_repeats": len(ordered)}
+    p20, p50, p80 = np.quantile(list(values), [0.2, 0.5, 0.8]).tolist()
+    return {"p20": p20, "p50": p50, "p80": p80, "num_repeats": len(values)}
 
 
+@functools.cache  # asks git twice and reads /proc: once a process, not once a row
 def environment() -> dict[str, str]:
     """What a number depends on: device, versions, commit ("+" behind it: uncommitted changes) and date."""
 
