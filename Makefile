@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help quickstart test check soak lab notebooks clean
+.PHONY: help quickstart test check exactness soak lab notebooks clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -21,9 +21,12 @@ quickstart: $(STAMP)  ## a real model, plain and speculative, side by side
 
 test: $(STAMP)  ## every test, the notebooks included
 	$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 check: test  ## exactly what CI runs
+
+exactness: $(STAMP)  ## the long gates: 100 seeds, false alarms, the power of each gate against each fault
+	$(BIN)/python -m flashspec_core.lab.mutants
 
 soak: $(STAMP)  ## 2,000 short generations of mixed settings in one process
 	FLASHSPEC_SOAK=2000 $(BIN)/python -m pytest -q tests/test_decode_options.py -k soak

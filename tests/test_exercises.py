@@ -7,7 +7,13 @@ import pytest
 
 from flashspec_core.lab import exercises
 
-ANSWERS = {"00-a": (3.05, "3.0513", 4, "four"), "00-b": ("N-gram ", "n-gram", "early exit", 3)}
+ANSWERS = {
+    "00-a": (3.05, "3.0513", 4, "four"),
+    "00-b": ("N-gram ", "n-gram", "early exit", 3),
+    "01-a": (0.5, "0.5", 1.0, "half"),
+    "01-b": (3 / 4, "0.75", 0.6, "a"),
+    "01-c": ("joint", " Joint", "KS", 2),
+}
 
 
 @pytest.mark.parametrize("name", exercises.EXERCISES)

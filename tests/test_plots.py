@@ -5,7 +5,7 @@ import re
 import pytest
 
 import flashspec_core as fs
-from flashspec_core.lab import bench, plots
+from flashspec_core.lab import bench, gates, plots
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +56,36 @@ def test_show_wants_a_caption(monkeypatch):
         plots.show(figure, "short")
     plots.show(figure, "A figure with nothing in it.")
     assert shown[0][0]["text/plain"] == shown[0][1]["metadata"]["image/png"]["alt"] == "A figure with nothing in it."
+
+
+def test_overlap_figure_says_what_is_shared():
+    axes = plots.overlap_figure([0.1, 0.6, 0.3], [0.6, 0.3, 0.1]).axes[0]
+    assert axes.get_title() == "total variation 0.50"
+    heights = [[bar.get_height() for bar in group] for group in axes.containers]
+    assert heights[0] == pytest.approx([0.1, 0.3, 0.1])
+    assert sum(heights[1]) == pytest.approx(0.5) == sum(heights[2])
+
+
+def test_verdict_figure_shows_gap_and_limits():
+    law = [0.5, 0.3, 0.2]
+    ks, chi_square = (gates.judge(name, "", [600, 300, 100], law) for name in ("KS", "chi-square"))
+    left, right = plots.verdict_figure(ks, chi_square).axes
+    assert left.lines[0].get_ydata() == pytest.approx([0.1, 0.1, 0.0]) and "red" in left.get_title()
+    assert sorted(line.get_ydata()[0] for line in left.lines[1:]) == pytest.approx([-ks.limit, ks.limit])
+    assert [bar.get_height() for bar in right.patches] == pytest.approx([100 / 500**0.5, 0, -100 / 200**0.5])
+
+
+def test_gate_matrix_marks_red_gates_and_leaves_out_what_did_not_run():
+    axes = plots.gate_matrix({"true": {"KS": False, "joint": False}, "faulty": {"joint": True}}).axes[0]
+    marks = {(line.get_xdata()[0], line.get_ydata()[0]): line.get_markerfacecolor() for line in axes.lines}
+    assert set(marks) == {(0, 0), (1, 0), (1, 1)} and marks[1, 1] != "none" == marks[0, 0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["true", "faulty"]
+
+
+def test_power_and_token_figures_draw_what_they_are_given():
+    axes = plots.power_figure({"KS": [0.1, 0.9], "joint": [0.5, 1.0]}, [10, 100], 50).axes[0]
+    assert [list(line.get_ydata()) for line in axes.lines[:2]] == [[0.1, 0.9], [0.5, 1.0]]
+    left, right = plots.tokens_figure([0.75], [1, 4], {"run": [(4, 3.1, 0.52)]}).axes
+    assert left.lines[0].get_ydata() == pytest.approx([1.75, 3.0508], abs=1e-4)  # (1 - a^(g + 1)) / (1 - a)
+    assert right.lines[0].get_ydata() == pytest.approx([0.75, 0.5127], abs=1e-4)
+    assert list(left.lines[1].get_ydata()) == [3.1] and list(right.lines[2].get_ydata()) == [0.52]

@@ -5,14 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from test_logits import coarse_logits, samplings, serial_law
 
 import flashspec_core as fs
-from flashspec_core.noise import DRAFT, RECOVER, gumbels, log_uniforms, step_seeds
+from flashspec_core.noise import COUPLED, DRAFT, RECOVER, gumbels, log_uniforms, step_seeds
+from flashspec_core.verify import METHODS
 from flashspec_core.verify.logits import draw, logprobs, residual_logprobs, warp
+from flashspec_core.verify.reference import block_chances, laws
 
 INF = math.inf
 SOFT = fs.Sampling(temperature=1.0)
@@ -33,24 +35,46 @@ def log(value):
     return math.log(value) if value > 0 else -INF
 
 
-def serial_verify(target_laws, draft_laws, ids, log_u, noise):
+def serial_verify(target_laws, draft_laws, ids, log_u, noise, method="token", choices=()):
     """One row by the book: `ids` without padding, laws as {id: probability}, `noise` one Gumbel an id.
 
     Returns the emitted ids, and how near the row came to another outcome: below NEAR rounding decides.
     """
-    emitted, law, margin = [], target_laws[len(ids)], INF
-    for i, x in enumerate(ids):
-        p, q = target_laws[i].get(x, 0.0), draft_laws[i].get(x, 0.0)
-        ratio = INF if p and not q else log(p) - log(q) if p else -INF
-        margin = min(margin, abs(log_u[i] - ratio))
-        if log_u[i] > ratio:
-            over = {v: mass - draft_laws[i].get(v, 0.0) for v, mass in target_laws[i].items()}
-            law = {v: mass for v, mass in over.items() if mass > 1e-9} or target_laws[i]
-            break
-        emitted.append(x)
+    if method == "coupled":  # `choices`: Gumbels of each position
+        races = [race(law, gumbel) for law, gumbel in zip(target_laws, choices, strict=True)]
+        n = next((i for i, x in enumerate(ids) if races[i][0] != x), len(ids))
+        return [id_ for id_, _ in races[: n + 1]], min(gap for _, gap in races)
+    g, margin, w = len(ids), INF, [1.0]
+    ratios = [(target_laws[i].get(x, 0.0), draft_laws[i].get(x, 0.0)) for i, x in enumerate(ids)]
+    for p, q in ratios:
+        w.append(min(1.0, w[-1] * (p / q if q else INF if p and w[-1] else 0.0)))
+    if method == "token":
+        chances = [min(1.0, p / q if q else INF if p else 0.0) for p, q in ratios]
+        w = [1.0] * (g + 1)
+    else:
+        chances = []
+        for i in range(1, g):
+            over = sum(max(0.0, w[i] * p - draft_laws[i].get(v, 0.0)) for v, p in target_laws[i].items())
+            chances.append(1.0 if w[i] == 1 else over / (over + 1 - w[i]))
+        chances += w[g:] if g else []
+    passed = [log_u[i] <= log(c) and c > 0 for i, c in enumerate(chances)]
+    margin = min((abs(log_u[i] - log(c)) for i, c in enumerate(chances) if c > 0), default=INF)
+    if method == "token":
+        n = next((i for i, good in enumerate(passed) if not good), g)
+    else:
+        n = max((i + 1 for i, good in enumerate(passed) if good), default=0)
+    law = target_laws[n]
+    if n < g:
+        over = {v: w[n] * mass - draft_laws[n].get(v, 0.0) for v, mass in law.items()}
+        law = {v: mass for v, mass in over.items() if mass > 1e-9} or law
+    last, gap = race(law, noise)
+    return [*ids[:n], last], min(margin, gap)
+
+
+def race(law, noise):
+    """The winner of a Gumbel race, and its lead."""
     scores = sorted(((log(mass) + noise[v], v) for v, mass in law.items()), reverse=True)
-    gap = scores[0][0] - scores[1][0] if len(scores) > 1 else INF
-    return [*emitted, scores[0][1]], min(margin, gap)
+    return scores[0][1], scores[0][0] - scores[1][0] if len(scores) > 1 else INF
 
 
 def one_hot_logits(ids, vocab):
@@ -65,9 +89,10 @@ def call(target, ids, draft=None, sampling=SOFT, seeds=None, log_u=None, **optio
     return fs.verify(target, ids, draft, sampling=sampling, log_uniforms=log_u, seeds=seeds, **options)
 
 
-@settings(max_examples=250)
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=200)
 @given(st.data())
-def test_verify_equals_the_serial_oracle(data):
+def test_verify_equals_the_serial_oracle(method, data):
     # BUGS 3, 4, 11, 19, 22: every kind of draft, ragged rows, filters of each row's own
     batch, gamma, vocab = (data.draw(st.integers(*ends)) for ends in ((1, 4), (1, 8), (2, 40)))
     rows = data.draw(st.lists(samplings(vocab + 3), min_size=batch, max_size=batch))
@@ -92,7 +117,9 @@ def test_verify_equals_the_serial_oracle(data):
         target[row, lengths[row] + 1 :] = draft[row, lengths[row] :] = math.nan  # BUGS 19: never read
     seeds = torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, batch))
     log_u, noise = log_uniforms(seeds, gamma), gumbels(seeds, vocab, RECOVER)
-    options = {}
+    positions = torch.from_numpy(rng.integers(0, 1000, batch))
+    options = {"method": method, "positions": positions}
+    choices = torch.stack([gumbels(seeds, vocab, COUPLED, positions + i) for i in range(gamma + 1)], dim=1)
     if kind != "none" and data.draw(st.booleans()):
         options["draft_logsumexp"] = warp(draft, rows).logsumexp(-1)
     if kind == "trimmed":
@@ -101,13 +128,15 @@ def test_verify_equals_the_serial_oracle(data):
     for row in range(batch):
         p = [serial_law(target[row, i].tolist(), rows[row]) for i in range(lengths[row] + 1)]
         drafted = ids[row, : lengths[row]].tolist()
-        want, margin = serial_verify(p, laws[row], drafted, log_u[row].tolist(), noise[row].tolist())
-        assume(margin > NEAR)
+        own = (log_u[row].tolist(), noise[row].tolist(), method, choices[row, : len(drafted) + 1].tolist())
+        want, margin = serial_verify(p, laws[row], drafted, *own)
+        if margin <= NEAR:
+            continue
         assert result.token_ids[row].tolist() == want + [-1] * (gamma + 1 - len(want))
         assert (int(result.num_accepted[row]), int(result.next_token_ids[row])) == (len(want) - 1, want[-1])
         for i, x in enumerate(drafted):
             assert float(result.target_logprobs[row, i]) == pytest.approx(log(p[i].get(x, 0.0)), abs=1e-4)
-        if not all(s.greedy for s in rows):
+        if method != "coupled" and not all(s.greedy for s in rows):
             got = result.draft_logprobs[row, : lengths[row]].tolist()
             assert got == pytest.approx([log(q.get(x, 0.0)) for q, x in zip(laws[row], drafted, strict=True)], abs=1e-4)
 
@@ -375,3 +404,89 @@ def test_zero_gamma_draws_from_the_target():
     result = call(target, ids)
     assert chisquare(torch.bincount(result.token_ids[:, 0]), [0.2, 0.8]) > 1e-3
     assert call(target, ids, sampling=fs.Sampling()).token_ids.unique().tolist() == [1]
+
+
+# "block" and "coupled"
+
+
+def test_block_by_hand():
+    # THEORY: p = (1/3, 2/3), q = (2/3, 1/3) after every prefix, gamma 2
+    p, q = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
+    blocks = [[0, 0], [0, 1], [1, 0], [1, 1]]
+    h = [[0, 1 / 4], [0, 1], [1, 1 / 2], [1, 1]]
+    ids = torch.tensor(blocks)
+    target, draft = p.expand(4, 3, 2), q.expand(4, 2, 2)
+    log_h, log_w = block_chances(*laws(target, fs.Draft(ids, draft), [SOFT] * 4), torch.tensor([2] * 4))
+    assert log_h.exp().tolist() == [pytest.approx(row, abs=1e-6) for row in h]
+    w = [[1, 1 / 2, 1 / 4], [1, 1 / 2, 1], [1, 1, 1 / 2], [1, 1, 1]]
+    assert log_w.exp().tolist() == [pytest.approx(row, abs=1e-6) for row in w]
+    # P(n): 0 0: (3/4, 0, 1/4); 0 1: (0, 0, 1); 1 0: (0, 1/2, 1/2); 1 1: (0, 0, 1), by uniforms on a fine grid
+    grid = (torch.arange(200) + 0.5) / 200
+    u = torch.cartesian_prod(grid, grid).log()
+    for block, wanted in zip(blocks, [(0.75, 0, 0.25), (0, 0, 1), (0, 0.5, 0.5), (0, 0, 1)], strict=True):
+        rows = torch.tensor(block).expand(len(u), 2)
+        options = {"seeds": torch.arange(len(u)), "log_u": u, "method": "block"}
+        result = call(p.expand(len(u), 3, 2), rows, q.expand(len(u), 2, 2), **options)
+        assert (result.num_accepted.bincount(minlength=3) / len(u)).tolist() == pytest.approx(wanted, abs=1e-6)
+        recovered = result.next_token_ids[result.num_accepted < 2]
+        assert set(recovered.tolist()) <= {1}  # the residual holds id 1 alone
+
+
+def test_block_of_one_token_is_the_token_test():
+    rng = np.random.default_rng(5)
+    target, draft = coarse_logits(rng, 500, 2, 9), coarse_logits(rng, 500, 1, 9)
+    ids = torch.from_numpy(rng.integers(0, 9, (500, 1)))
+    token, block = (call(target, ids, draft, method=method) for method in ("token", "block"))
+    assert torch.equal(token.token_ids, block.token_ids) and token.num_accepted.unique().tolist() == [0, 1]
+
+
+def test_block_looks_behind_a_failed_uniform():
+    # a failed test does not end the block: u_1 = 1 fails wherever h_1 < 1, and the last one may still stand
+    p, q = torch.tensor([0.25, 0.75]).log(), torch.tensor([0.75, 0.25]).log()
+    rows = dict(target=p.expand(1, 3, 2), ids=torch.tensor([[0, 1]]), draft=q.expand(1, 2, 2))
+    log_u = torch.tensor([[0.0, math.log(0.5)]])
+    assert call(**rows, log_u=log_u, method="block").num_accepted.item() == 2
+    assert call(**rows, log_u=log_u, method="token").num_accepted.item() == 0
+
+
+def test_block_weight_stays_zero():
+    # THEORY: once 0, w stays 0: the target forbids the first draft, and whatever follows falls with it
+    p = torch.tensor([0.0, 1.0]).log()
+    draft, ids = torch.tensor([0.5, 0.5]).log().expand(1, 3, 2), torch.tensor([[0, 1, 1]])
+    result = call(p.expand(1, 4, 2), ids, draft, log_u=torch.full((1, 3), math.log(2.0**-24)), method="block")
+    assert result.token_ids.tolist() == [[1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_coupled_text_is_plain_sampling_with_its_noise_whatever_was_drafted(size):
+    rng, vocab, gamma = np.random.default_rng(1), 7, 3
+    table = torch.from_numpy(rng.normal(0, 2, (vocab, vocab))).float()
+    seeds = torch.arange(48)
+    plain = [torch.zeros(48, dtype=torch.int64)]
+    for position in range(12):
+        law = logprobs(table[plain[-1]], SOFT)
+        plain.append(draw(law, gumbels(seeds, vocab, COUPLED, torch.full((48,), position))))
+    plain = torch.stack(plain[1:], dim=1)
+    for row in range(0, 48, size):
+        last, position, text = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64), [[]] * size
+        while min(map(len, text)) < 12:
+            ids = torch.from_numpy(rng.integers(0, vocab, (size, gamma)))  # drafted blindly: most fall
+            known = plain[row : row + size]
+            for i in range(size):
+                at = int(position[i])
+                good = int(rng.integers(0, gamma + 1))
+                ids[i, :good] = torch.tensor((known[i].tolist() + [0] * 100)[at : at + good], dtype=torch.int64)
+            rows = table[torch.cat([last[:, None], ids], dim=1)]
+            options = {"seeds": seeds[row : row + size], "positions": position, "method": "coupled"}
+            emitted = call(rows, ids, None, log_u=torch.zeros(size, gamma), **options).token_ids.tolist()
+            new = [[x for x in ids_ if x >= 0] for ids_ in emitted]
+            text = [a + b for a, b in zip(text, new, strict=True)]
+            last, position = torch.tensor([t[-1] for t in text]), torch.tensor([len(t) for t in text])
+        for i in range(size):
+            assert text[i][:12] == plain[row + i].tolist()
+
+
+def test_coupled_needs_positions():
+    ids = torch.tensor([[1]])
+    with pytest.raises(ValueError, match=r"expected positions as \[1\] int64, got NoneType"):
+        call(torch.zeros(1, 2, 3), ids, method="coupled")

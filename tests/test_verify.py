@@ -11,7 +11,7 @@ import torch
 import flashspec_core as fs
 from flashspec_core.noise import log_uniforms
 from flashspec_core.records import VerifyResult
-from flashspec_core.verify import check_normalised, decide
+from flashspec_core.verify import METHODS, check_normalised, decide
 from flashspec_core.verify.logits import warp
 
 NAN, INF = math.nan, math.inf
@@ -173,17 +173,19 @@ ALL_LAWS = [SOFT, FILTERED, fs.Sampling(), [SOFT, fs.Sampling()]]
 @pytest.mark.parametrize("sampling", ALL_LAWS, ids=["soft", "filtered", "greedy", "soft beside greedy"])
 @pytest.mark.parametrize("law", LAWLESS.values(), ids=LAWLESS)
 @pytest.mark.parametrize("position", [0, 2, 3])
-def test_a_row_without_a_law_is_an_error_that_names_it(law, position, sampling):
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_without_a_law_is_an_error_that_names_it(law, position, sampling, method):
     # BUGS 10
-    call = arguments(sampling=sampling)
+    call = arguments(sampling=sampling, method=method, positions=ids(0, 0))
     call["target_logits"][0, position] = torch.tensor(law)
     with pytest.raises(
         ValueError, match=rf"at least one finite number and no NaN.* row 0, position {position} does not"
     ):
         fs.verify(**call)
     # where raising would make the host wait, a flag is read with the tokens and the ids stay in the vocabulary
-    del call["sampling"]
-    result = decide(**call, samplings=[sampling] * 2 if isinstance(sampling, fs.Sampling) else sampling)
+    parts = ("draft_token_ids", "draft_logits", "draft_logsumexp", "draft_vocab_ids")
+    draft, rows = fs.Draft(*map(call.get, parts)), [sampling] * 2 if isinstance(sampling, fs.Sampling) else sampling
+    result = decide(call["target_logits"], draft, rows, call["log_uniforms"], call["seeds"], ids(0, 0), method)
     assert result.invalid.tolist() == [position, -1]
     assert -1 <= int(result.token_ids.min()) and int(result.token_ids.max()) < VOCAB
     assert 0 <= int(result.next_token_ids.min())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from statistics import fmean
+from types import SimpleNamespace
 
 import torch
 
@@ -50,7 +51,7 @@ def generate(
         prompt: text, chat messages, ids, or a list of prompts.
         policy: a bandits.Policy; None: FixedArm(0) for one arm, else UCB1.
         gamma: drafted tokens a step, for arms that do not say.
-        method: "token".
+        method: "token", "block", or "coupled": the text then hangs on the row seed alone, whatever drafts.
         sampling: one Sampling, or one a row; default greedy.
         max_new_tokens: at least 1; never overshot.
         stop: a string or strings that end the text and are left out of it.
@@ -68,9 +69,7 @@ def generate(
     Cost: a target pass a step; on the host well under 2 ms a step beside the models.
     Source: Leviathan et al. 2023, algorithm 1.
     """
-    options = dict(policy=policy, gamma=gamma, method=method, sampling=sampling, max_new_tokens=max_new_tokens)
-    options |= dict(stop=stop, seed=seed, max_seconds=max_seconds, logits_processor=logits_processor)
-    return Run(target, arms, prompt, **options, logprobs=logprobs, trace=trace).finish()
+    return Run(**locals()).finish()
 
 
 def stream(target, arms, prompt, **options):
@@ -116,55 +115,38 @@ class _Row:
 class Run:
     """One call of generate or stream; `cached` is the target's cache where it outlives the call (chat.py)."""
 
-    def __init__(
-        self,
-        target,
-        arms,
-        prompt,
-        *,
-        policy=None,
-        gamma=4,
-        method="token",
-        sampling=Sampling(),  # noqa: B008 - frozen
-        max_new_tokens=128,
-        stop=(),
-        seed=0,
-        max_seconds=None,
-        logits_processor=None,
-        logprobs=False,
-        trace=False,
-        cached=None,
-    ):
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {METHODS}, got {method!r}")
-        if isinstance(max_new_tokens, bool) or not hasattr(max_new_tokens, "__index__") or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be a whole number >= 1, got {max_new_tokens!r}")
-        if max_seconds is not None and not max_seconds > 0:
-            raise ValueError(f"max_seconds must be a number > 0 or None, got {max_seconds!r}")
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    def __init__(self, target, arms, prompt, cached=None, **options):
+        if unknown := set(options) - set(generate.__kwdefaults__):
+            raise TypeError(f"expected options among {', '.join(generate.__kwdefaults__)}; got {', '.join(unknown)}")
+        o = SimpleNamespace(**{**generate.__kwdefaults__, **options})
+        if o.method not in METHODS:
+            raise ValueError(f"method must be one of {METHODS}, got {o.method!r}")
+        if isinstance(o.max_new_tokens, bool) or not hasattr(o.max_new_tokens, "__index__") or o.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be a whole number >= 1, got {o.max_new_tokens!r}")
+        if o.max_seconds is not None and not o.max_seconds > 0:
+            raise ValueError(f"max_seconds must be a number > 0 or None, got {o.max_seconds!r}")
+        stop = (o.stop,) if isinstance(o.stop, str) else tuple(o.stop)
         if not all(isinstance(s, str) and s for s in stop) or (stop and target.tokenizer is None):
             raise ValueError(f"stop must be non-empty strings, and needs a tokenizer; got {stop!r}")
-        self.arms = as_arms(arms, check_gamma(gamma))
+        self.arms = as_arms(arms, check_gamma(o.gamma))
         for drafter in {id(a.drafter): a.drafter for a in self.arms if a.drafter is not None}.values():
             check_same_tokenizer(target, drafter)
-        self.policy = policy or (FixedArm(0) if len(self.arms) == 1 else UCB1(len(self.arms)))
+        self.policy = o.policy or (FixedArm(0) if len(self.arms) == 1 else UCB1(len(self.arms)))
         wanted = getattr(self.policy, "num_arms", None)
         if wanted is not None and wanted != len(self.arms):
             raise ValueError(f"policy chooses among {wanted} arms, but {len(self.arms)} were given")
         prompts, self.is_batch = encode_prompts(target, prompt)
-        samplings, seeds = row_samplings(sampling, len(prompts)), row_seeds(seed, len(prompts))
+        samplings, seeds = row_samplings(o.sampling, len(prompts)), row_seeds(o.seed, len(prompts))
         self.cached = cached or CachedModel(target.model)
         self.rows = []
         for i, ids in enumerate(prompts):
-            end = min(len(ids) + max_new_tokens, target.max_length)
+            end = min(len(ids) + o.max_new_tokens, target.max_length)
             if self.cached.window is not None and end > self.cached.window:
                 wanted = f"prompt and max_new_tokens within the model's sliding window of {self.cached.window} tokens"
                 raise ValueError(f"expected {wanted} (older keys cannot be rolled back to), got {end} (row {i})")
             text = TextStream(target.tokenizer, stop)
             self.rows.append(_Row(i, list(ids), len(ids), samplings[i], seeds[i], end, text))
-        self.target, self.trace, self.logprobs = target, trace, logprobs
-        self.max_seconds, self.logits_processor = max_seconds, logits_processor
-        self.max_new_tokens, self.eos = max_new_tokens, target.eos_token_ids
+        self.target, self.options, self.eos = target, o, target.eos_token_ids
         self.keeps_cache = cached is not None
         self.num_steps = 0
 
@@ -217,10 +199,12 @@ class Run:
         samplings = [row.sampling for row in rows]
         context = DraftContext([row.ids for row in rows], [row.index for row in rows], self.target.vocab_size)
         seeds = torch.tensor([row.seed for row in rows], device=device)
-        greedy = all(s.greedy for s in samplings)
-        if not greedy:
+        greedy, method, positions = all(s.greedy for s in samplings), self.options.method, None
+        if method == "coupled":  # noise of (row seed, position), at every step the same
+            positions = torch.tensor([len(row.ids) for row in rows], device=device)
+        elif not greedy:
             seeds = step_seeds(seeds, self.num_steps)
-        draft = self._draft(arm, rows, context, samplings, seeds)
+        draft = self._draft(arm, context, samplings, DraftNoise(seeds, positions), rows)
         drafted = time.perf_counter()
 
         shown = draft.token_ids.tolist()
@@ -228,14 +212,15 @@ class Run:
         before = self.cached.num_read
         inputs = [row.ids + [max(i, 0) for i in ids] for row, ids in zip(rows, shown, strict=True)]
         logits = self.cached.logits(inputs, width + 1, context.row_ids)
-        log_u = torch.zeros(len(rows), width, device=device) if greedy else log_uniforms(seeds, width)
-        proposal = draft.token_ids, draft.logits, draft.logsumexp, draft.vocab_ids
-        result = decide(self._processed(logits, inputs, shown), *proposal, samplings, log_u, seeds)
+        unread = greedy or method == "coupled"
+        log_u = torch.zeros(len(rows), width, device=device) if unread else log_uniforms(seeds, width)
+        processed = self._processed(logits, inputs, shown)
+        result = decide(processed, draft, samplings, log_u, seeds, positions, method)
         emitted, accepted, invalid = result.token_ids.tolist(), result.num_accepted.tolist(), result.invalid.tolist()
-        if self.logprobs:
+        if self.options.logprobs:
             own = logits.float().log_softmax(-1).gather(-1, result.token_ids.clamp_min(0)[..., None])[..., 0].tolist()
         verified = time.perf_counter()
-        late = self.max_seconds is not None and verified - self.start > self.max_seconds
+        late = self.options.max_seconds is not None and verified - self.start > self.options.max_seconds
 
         prefilled = self.cached.num_read - before - len(rows) * (width + 1) if self.num_steps == 0 else 0
         records = []
@@ -248,25 +233,13 @@ class Run:
             else:
                 new = self._commit(row, emitted[i])
                 row.finish_reason = row.finish_reason or ("time" if late else None)
-            record = DecodeStep(
-                row=row.index,
-                step=self.num_steps,
-                arm=arm_index,
-                drafter=arm.name,
-                gamma=arm.gamma if arm.drafter is not None else 0,
-                num_draft_tokens=num_draft,
-                num_accepted=accepted[i],
-                token_ids=new,
-                text=row.text.piece(final=row.finish_reason is not None),
-                reward=accepted[i] / num_draft if num_draft else 0.0,
-                step_seconds=0.0,
-                draft_seconds=drafted - start,
-                verify_seconds=verified - drafted,
-                num_prefilled=prefilled,
-            )
-            if self.logprobs:
+            gamma = arm.gamma if arm.drafter is not None else 0
+            text, reward = row.text.piece(final=row.finish_reason is not None), accepted[i] / max(num_draft, 1)
+            facts = row.index, self.num_steps, arm_index, arm.name, gamma, num_draft, accepted[i], new, text, reward
+            record = DecodeStep(*facts, 0.0, drafted - start, verified - drafted, prefilled)
+            if self.options.logprobs:
                 record.logprobs = own[i][: len(new)]
-            if self.trace:
+            if self.options.trace:
                 record.draft_token_ids = shown[i][:num_draft]
                 record.target_logprobs = result.target_logprobs[i, :num_draft].tolist()
                 record.draft_logprobs = result.draft_logprobs[i, :num_draft].tolist()
@@ -285,18 +258,18 @@ class Run:
             row.seconds += seconds
         yield from records
 
-    def _draft(self, arm, rows, context, samplings, seeds) -> Draft:
+    def _draft(self, arm, context, samplings, noise, rows) -> Draft:
         """The arm's draft, cut to what each row may still emit; a row of width 0 where nothing is drafted."""
         device = self.target.device
         room = [row.end - len(row.ids) - 1 for row in rows]  # a step emits its drafts and one more
         gamma = min(arm.gamma, max(room))
         if arm.drafter is None or gamma == 0:
             return Draft(torch.empty(len(rows), 0, dtype=torch.int64, device=device))
-        draft = arm.drafter.draft(context, gamma, samplings, DraftNoise(seeds))
+        draft = arm.drafter.draft(context, gamma, samplings, noise)
         try:
             width = draft.token_ids.shape[-1] if isinstance(draft.token_ids, torch.Tensor) else gamma
             shape = (len(rows), min(gamma, width), context.vocab_size)
-            check_draft(draft.token_ids, draft.logits, draft.logsumexp, draft.vocab_ids, *shape)
+            check_draft(draft, *shape)
             check_normalised(draft, samplings)
         except (ValueError, AttributeError) as error:
             raise ValueError(f"drafter {arm.name!r}, asked for at most {gamma} tokens: {error}") from error
@@ -309,14 +282,14 @@ class Run:
 
     def _processed(self, logits, inputs, shown):
         """The target's logits after `logits_processor`, each position with its own prefix."""
-        if self.logits_processor is None:
+        if self.options.logits_processor is None:
             return logits
         logits = logits.clone()
         for i, (ids, drafted) in enumerate(zip(inputs, shown, strict=True)):
             start, count = len(ids) - len(drafted), sum(token_id >= 0 for token_id in drafted)
             for j in range(count + 1):
                 prefix = torch.tensor([ids[: start + j]], device=logits.device)
-                logits[i, j] = self.logits_processor(prefix, logits[i, j : j + 1])[0]
+                logits[i, j] = self.options.logits_processor(prefix, logits[i, j : j + 1])[0]
         return logits
 
     def _commit(self, row, emitted) -> list[int]:
@@ -333,6 +306,6 @@ class Run:
             elif stopped:
                 row.finish_reason = "stop"
             elif len(row.ids) >= row.end:
-                reached = len(row.ids) - row.num_prompt >= self.max_new_tokens
+                reached = len(row.ids) - row.num_prompt >= self.options.max_new_tokens
                 row.finish_reason = "length" if reached else "context"
         return new

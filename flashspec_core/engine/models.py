@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,12 @@ class Target:
         """The dtype of its weights."""
         return self.model.dtype
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Logits a position."""
         return self.model.config.get_text_config().vocab_size
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Positions that the model was made for."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31

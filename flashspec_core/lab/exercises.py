@@ -36,6 +36,21 @@ EXERCISES = {
         "Which drafter costs no model pass at all, and where does its text already stand?",
         "Copied text stands in the prompt, so looking it up is free and nearly always right.",
     ),
+    "01-a": Exercise(
+        0.5,
+        "At each id the smaller of the two probabilities is what both laws share; add these up.",
+        ".1 + .3 + .1: what both laws share is accepted, and that is 1 - TV.",
+    ),
+    "01-b": Exercise(
+        0.75,
+        "Id 0 is drafted always, stands with chance p/q = .6/.8, and the residual (p - q)+ holds nothing of it.",
+        "Id 0 comes out .75 of the time instead of .6: what is drawn by argmax must be verified as certain, q = 1.",
+    ),
+    "01-c": Exercise(
+        "joint",
+        "Each token by itself has the right law; what the shared number ties together are neighbours.",
+        "Only the joint law of several tokens can show that two of them share their chance.",
+    ),
 }
 
 

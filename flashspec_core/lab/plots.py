@@ -131,3 +131,110 @@ def show(figure: Figure, caption: str) -> None:
     figure.savefig(png, format="png", dpi=100, metadata={"Software": None})
     data = {"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": caption}
     display(data, raw=True, metadata={"image/png": {"alt": caption}})
+
+
+def overlap_figure(p, q) -> Figure:
+    """Two laws as bars: what they share is accepted, what the draft has over is rejected, what the target has over
+    comes back as the residual; both of these areas are the total variation.
+
+    Args: p, q: probabilities of target and draft, [vocab].
+    """
+    with style():
+        figure = Figure(figsize=(7.5, 3), layout="constrained")
+        axes = figure.subplots()
+        ids = range(len(p))
+        shared = [min(a, b) for a, b in zip(p, q, strict=True)]
+        parts = (
+            (shared, [0] * len(p), PALETTE[2], "", f"both: accepted, {sum(shared):.2f}"),
+            ([b - s for b, s in zip(q, shared, strict=True)], shared, PALETTE[1], "//", "draft over target: rejected"),
+            ([a - s for a, s in zip(p, shared, strict=True)], shared, PALETTE[0], "..", "target over draft: residual"),
+        )
+        for heights, bottoms, color, hatch, label in parts:
+            axes.bar(ids, heights, 0.8, bottom=bottoms, color=color, hatch=hatch, edgecolor="w", label=label)
+        axes.set(xticks=ids, xlabel="id", ylabel="probability", title=f"total variation {1 - sum(shared):.2f}")
+        axes.grid(axis="x", visible=False)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def verdict_figure(ks, chi_square) -> Figure:
+    """What each test looks at, side by side: the gap between cumulative distributions, and each id's own deviation.
+
+    Args: ks, chi_square: gates.Findings of the same counts.
+    """
+    total, expected = ks.counts.sum(), ks.law * ks.counts.sum()
+    with style():
+        figure = Figure(figsize=(7.5, 3), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot((ks.counts / total - ks.law).cumsum(), color=PALETTE[0])
+        for limit in (ks.limit, -ks.limit):
+            left.axhline(limit, color=PALETTE[3], linestyle="--", linewidth=1)
+        left.set(title=f"KS: {'red' if ks.red else 'green'}", xlabel="id", ylabel="cumulative, seen less true")
+        used = expected > 0
+        right.bar(used.nonzero()[0], ((ks.counts - expected)[used] / expected[used] ** 0.5), color=PALETTE[1])
+        word = "red" if chi_square.red else "green"
+        right.set(title=f"chi-square: {word}, p = {chi_square.value:.2g}", xlabel="id", ylabel="standard deviations")
+    return figure
+
+
+def power_figure(curves: dict, sizes, samples: int) -> Figure:
+    """Chance of each gate to notice, by number of samples.
+
+    Args: curves, sizes, samples: gate -> a power for each size; and the size that the gates run at.
+    """
+    with style():
+        figure = Figure(figsize=(7.5, 3), layout="constrained")
+        axes = figure.subplots()
+        for i, (gate, curve) in enumerate(curves.items()):
+            axes.plot(sizes, curve, marker="os^Dvx"[i % 6], color=PALETTE[i], label=gate, markersize=4)
+        axes.axvline(samples, color="0.5", linestyle="--", linewidth=1)
+        axes.set(xscale="log", xlabel="samples", ylabel="power at alpha .01", ylim=(-0.03, 1.03))
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def gate_matrix(table: dict) -> Figure:
+    """Faults against gates: a filled mark where the gate turned red, a ring where it stayed green.
+
+    Args: table: name -> {gate: red}, from `mutants.table`.
+    """
+    gates = list(dict.fromkeys(gate for row in table.values() for gate in row))
+    with style():
+        figure = Figure(figsize=(7.5, 0.24 * len(table) + 0.9), layout="constrained")
+        axes = figure.subplots()
+        for y, row in enumerate(table.values()):
+            for gate, red in row.items():
+                face = PALETTE[3] if red else "none"
+                axes.plot(gates.index(gate), y, "o", color=PALETTE[3] if red else "0.7", markerfacecolor=face)
+        axes.set_xticks(range(len(gates)), gates, fontsize=8, rotation=30, ha="left")
+        axes.set_yticks(range(len(table)), list(table), fontsize=8)
+        axes.xaxis.tick_top()
+        axes.invert_yaxis()
+    return figure
+
+
+def tokens_figure(rates, gammas, points: dict) -> Figure:
+    """Tokens a step, and the accepted fraction, by speculation length: the formula as lines, what was run as marks.
+
+    Args:
+        rates: acceptance rates to draw the formula for.
+        gammas: speculation lengths.
+        points: label -> list of (gamma, tokens a step, accepted fraction).
+    """
+    with style():
+        figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for i, rate in enumerate(rates):
+            tokens = [sum(rate**k for k in range(gamma + 1)) for gamma in gammas]
+            left.plot(gammas, tokens, color=PALETTE[i], label=f"formula, rate {rate:.2f}")
+            fractions = [(t - 1) / gamma for t, gamma in zip(tokens, gammas, strict=True)]
+            right.plot(gammas, fractions, color=PALETTE[i])
+            right.axhline(rate, color=PALETTE[i], linestyle=":", linewidth=1)
+        for i, (label, found) in enumerate(points.items()):
+            for axes, column in ((left, 1), (right, 2)):
+                xs, ys = [point[0] for point in found], [point[column] for point in found]
+                axes.plot(xs, ys, "os^D"[i % 4], color="0.2", markerfacecolor="none", label=label)
+        left.set(xlabel="gamma", ylabel="tokens a step")
+        right.set(xlabel="gamma", ylabel="accepted fraction (dotted: the rate)", ylim=(0, 1.02))
+        right.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=7)
+    return figure

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from flashspec_core.records import VerifyResult
+from flashspec_core.records import Draft, VerifyResult
 from flashspec_core.verify.logits import row_samplings, warp
 
-METHODS = ("token",)
+METHODS = ("token", "block", "coupled")
 IMPLEMENTATIONS = ("reference",)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -31,8 +31,10 @@ def verify(
 ) -> VerifyResult:
     """Accept a prefix of each row's drafted tokens and draw the token behind it, so that the output keeps p's law.
 
-    Rule: method "token": stand while log u <= log p - log q; then draw from (p - q)+ / sum, or from p where all stood.
-    A greedy row stands while the drafted id is the argmax.
+    Rule: "token": stand while log u <= log p - log q; then draw from (p - q)+ / sum, or from p where all stood.
+    "block": the same for the whole block at once, never fewer tokens on average. "coupled": stand while the drafted id
+    is the argmax of log p + the noise of its position, so that the text depends on the row seed alone. A greedy row
+    stands while the drafted id is the argmax, under every method. The rules stand in verify/reference.py.
 
     Args:
         target_logits: [batch, gamma + 1, vocab] raw logits, float32, float16 or bfloat16.
@@ -42,16 +44,18 @@ def verify(
         draft_logsumexp: [batch, gamma] float32, kept from the draw (after temperature and filters), or None.
         draft_vocab_ids: [draft_vocab] int64, sorted and unique: target ids of a trimmed vocabulary, or None.
         sampling: a Sampling, or one a row.
-        log_uniforms: [batch, gamma] float32, log of u in (0, 1]; not read in greedy rows.
-        seeds: [batch] int64, noise of the recovered or bonus token.
-        positions: [batch] int64, position of the first drafted token; not needed by "token".
-        method: "token".
+        log_uniforms: [batch, gamma] float32, log of u in (0, 1]; not read in greedy rows and under "coupled".
+        seeds: [batch] int64, noise of the recovered or bonus token, new whenever a position is drafted again; under
+            "coupled" the row seeds, the same at every step.
+        positions: [batch] int64, position of the first drafted token; only "coupled" needs it.
+        method: "token", "block" or "coupled".
         impl: "reference", or None: by device.
     Returns: VerifyResult with num_accepted [batch], next_token_ids [batch], token_ids [batch, gamma + 1].
     Raises:
         ValueError: a shape, dtype, id or name that does not fit; target logits without a law (NaN, or nothing finite).
-    Cost: normalising reads (2 gamma + 1) rows of V a sequence, the test two numbers a token, the draw two rows of V.
-    Source: Leviathan et al. 2023 (arXiv 2211.17192); Chen et al. 2023 (arXiv 2302.01318).
+    Cost: normalising reads (2 gamma + 1) rows of V a sequence, the test two numbers a token ("block": two rows of V),
+        the draw two rows of V.
+    Source: Leviathan et al. 2023 (arXiv 2211.17192); Chen et al. 2023 (arXiv 2302.01318); Sun et al. 2024 (2403.10444).
 
     >>> from flashspec_core.records import Sampling
     >>> result = verify(torch.tensor([[[0., 9.], [9., 0.]]]), torch.tensor([[1]]), sampling=Sampling(),
@@ -63,11 +67,12 @@ def verify(
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
     if impl not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS} or None, got {impl!r}")
-    _check(target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, log_uniforms, seeds)
+    draft = Draft(draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids)
+    _check(target_logits, draft, log_uniforms, seeds)
+    if method == "coupled":
+        _shaped("positions", positions, target_logits.shape[:1], (torch.int64,))
     samplings = row_samplings(sampling, target_logits.shape[0])
-    result = decide(
-        target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, samplings, log_uniforms, seeds
-    )
+    result = decide(target_logits, draft, samplings, log_uniforms, seeds, positions, method)
     if bool((result.invalid >= 0).any()):
         row = int((result.invalid >= 0).long().argmax())
         where = f"row {row}, position {int(result.invalid[row])}"
@@ -75,33 +80,32 @@ def verify(
     return result
 
 
-def decide(
-    target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, samplings, log_uniforms, seeds
-) -> VerifyResult:
+def decide(target_logits, draft, samplings, log_uniforms, seeds, positions, method) -> VerifyResult:
     """What `verify` does behind its checks; rows without a law are flagged in `invalid` and raise nothing.
 
     Args:
-        target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, log_uniforms, seeds: see verify.
+        target_logits, log_uniforms, seeds, positions, method: see verify.
+        draft: a records.Draft.
         samplings: list of one Sampling a row.
     Returns: VerifyResult.
     """
     from flashspec_core.verify import reference
 
     if all(s.greedy for s in samplings):
-        return reference.verify_greedy(target_logits, draft_token_ids)
-    return reference.verify_token(
-        target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, samplings, log_uniforms, seeds
-    )
+        return reference.verify_greedy(target_logits, draft)
+    if method == "coupled":
+        return reference.verify_coupled(target_logits, draft, samplings, seeds, positions)
+    rule = reference.verify_block if method == "block" else reference.verify_token
+    return rule(target_logits, draft, samplings, log_uniforms, seeds)
 
 
-def check_draft(token_ids, logits, logsumexp, vocab_ids, batch: int, gamma: int, vocab: int) -> None:
+def check_draft(draft, batch: int, gamma: int, vocab: int) -> None:
     """Refuse a draft whose shapes, dtypes or ids do not fit.
 
-    Args:
-        token_ids, logits, logsumexp, vocab_ids: as in records.Draft.
-        batch, gamma, vocab: what the shapes must agree with.
+    Args: draft, batch, gamma, vocab: a records.Draft, and what its shapes must agree with.
     Raises: ValueError: saying what was expected and what came.
     """
+    token_ids, logits, logsumexp, vocab_ids = draft.token_ids, draft.logits, draft.logsumexp, draft.vocab_ids
     _shaped("draft_token_ids", token_ids, (batch, gamma), (torch.int64,))
     if gamma:
         lowest, highest = int(token_ids.min()), int(token_ids.max())
@@ -142,13 +146,13 @@ def check_normalised(draft, samplings) -> None:
     _expect(abs(total - 1) < 1e-3, "a draft law q that sums to 1", f"{total:.4g} in row {row} at position {position}")
 
 
-def _check(target_logits, draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, log_uniforms, seeds):
+def _check(target_logits, draft, log_uniforms, seeds):
     got = list(target_logits.shape) if isinstance(target_logits, torch.Tensor) else type(target_logits).__name__
     good = isinstance(got, list) and len(got) == 3 and 0 not in got
     _expect(good, "target_logits as [batch, gamma + 1, vocab], none of them 0", got)
     batch, gamma, vocab = got[0], got[1] - 1, got[2]
     _shaped("target_logits", target_logits, target_logits.shape, FLOATS)
-    check_draft(draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids, batch, gamma, vocab)
+    check_draft(draft, batch, gamma, vocab)
     _shaped("log_uniforms", log_uniforms, (batch, gamma), (torch.float32,))
     _shaped("seeds", seeds, (batch,), (torch.int64,))
 

@@ -21,6 +21,11 @@ def _column(values, like):
     return torch.tensor(values, dtype=torch.float32, device=like.device).view(-1, *(1,) * (like.dim() - 1))
 
 
+def _wide(logits):
+    """float32, or float64 where that came in: exact laws of small cases are computed by this very code."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def row_samplings(sampling, batch: int) -> list[Sampling]:
     """One Sampling a row.
 
@@ -30,8 +35,9 @@ def row_samplings(sampling, batch: int) -> list[Sampling]:
     Returns: A list of length batch.
     Raises: ValueError: another number of them than rows, or another type.
     """
-    several = sampling if isinstance(sampling, list | tuple) else []
-    rows = [sampling] * batch if isinstance(sampling, Sampling) else list(several)
+    if isinstance(sampling, Sampling):
+        return [sampling] * batch
+    rows = list(sampling) if isinstance(sampling, list | tuple) else []
     if len(rows) != batch or not all(isinstance(s, Sampling) for s in rows):
         raise ValueError(f"sampling must be one fs.Sampling or one a row ({batch}), got {sampling!r}")
     return rows
@@ -55,8 +61,9 @@ def warp(logits, sampling):
     tensor([[4., 2., -inf]])
     """
     rows = row_samplings(sampling, logits.shape[0])
+    rows = rows[:1] if all(s is rows[0] for s in rows) else rows  # one law for all is looked at once
     # a greedy row's temperature is never used: 1 keeps it finite
-    x = logits.float() / _column([1.0 if s.greedy else float(s.temperature) for s in rows], logits)
+    x = _wide(logits) / _column([1.0 if s.greedy else float(s.temperature) for s in rows], logits)
     vocab = x.shape[-1]
     if any(s.top_k is not None and s.top_k < vocab for s in rows):
         ks = [min(int(s.top_k or vocab), vocab) for s in rows]
@@ -143,7 +150,7 @@ def log1mexp(d):
 def residual_logprobs(target_logprobs, draft_logprobs):
     """The law of the recovered token: what the target has over the draft, normalised.
 
-    Rule: (p - q)+ / sum of (p - q)+, as log p + log(1 - e^(log q - log p)); where that is empty by rounding, p.
+    Rule: (p - q)+ / sum of (p - q)+; where that is empty by rounding, p.
 
     Args:
         target_logprobs: [..., vocab] float32, log p.
@@ -156,11 +163,23 @@ def residual_logprobs(target_logprobs, draft_logprobs):
     >>> residual_logprobs(p, q).exp()
     tensor([0.0000, 0.6000, 0.4000])
     """
-    inside = (target_logprobs > draft_logprobs) & (target_logprobs > -math.inf)
-    gap = torch.where(inside, draft_logprobs - target_logprobs, 0.0)
-    rest = torch.where(inside, target_logprobs + log1mexp(gap), -math.inf)
+    rest = log_excess(target_logprobs, draft_logprobs)
     total = rest.logsumexp(-1, keepdim=True)
     return torch.where(total > -math.inf, rest - total, target_logprobs)
+
+
+def log_excess(target_logprobs, draft_logprobs):
+    """log of (p - q)+, as log p + log(1 - e^(log q - log p)); -inf where q >= p.
+
+    Args: target_logprobs, draft_logprobs: [..., vocab] float32, log p and log q.
+    Returns: [..., vocab] float32.
+
+    >>> log_excess(torch.tensor([.5, .5]).log(), torch.tensor([.25, .75]).log()).exp()
+    tensor([0.2500, 0.0000])
+    """
+    inside = (target_logprobs > draft_logprobs) & (target_logprobs > -math.inf)
+    gap = torch.where(inside, draft_logprobs - target_logprobs, 0.0)
+    return torch.where(inside, target_logprobs + log1mexp(gap), -math.inf)
 
 
 def draw(law_logprobs, noise):
