@@ -130,7 +130,8 @@ class VerifyResult:
         next_token_ids: [batch] int64, the recovered or bonus token.
         token_ids: [batch, gamma + 1] int64: num_accepted drafted ids, the next token, then -1.
         target_logprobs: [batch, gamma] float32, log p of the drafted ids (0 and -inf in a greedy row).
-        draft_logprobs: [batch, gamma] float32, log q of the drafted ids.
+        draft_logprobs: [batch, gamma] float32, log q of the drafted ids; 0 where the rule reads none: greedy rows and
+            "coupled".
         invalid: [batch] int64, the first position read whose target logits hold no law (NaN, or none finite), else -1.
     """
 
@@ -178,7 +179,8 @@ class DecodeStep:
         step_seconds, draft_seconds, verify_seconds: of the whole step; verify includes the target's pass.
         num_prefilled: prompt tokens read in this step (its time holds the prefill), 0 after the first.
         logprobs: with `logprobs=True`, the target's own log-probability of each emitted token.
-        draft_token_ids, target_logprobs, draft_logprobs, log_uniforms: with `trace=True`, one value a drafted token.
+        draft_token_ids, target_logprobs, draft_logprobs, log_uniforms: with `trace=True`, one value a drafted token
+            (draft_logprobs and log_uniforms are 0 where the rule reads none: greedy rows, "coupled").
     """
 
     row: int

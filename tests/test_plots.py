@@ -5,7 +5,7 @@ import re
 import pytest
 
 import flashspec_core as fs
-from flashspec_core.lab import bench, gates, plots
+from flashspec_core.lab import bench, fit, plots
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_overlap_figure_says_what_is_shared():
 
 def test_verdict_figure_shows_gap_and_limits():
     law = [0.5, 0.3, 0.2]
-    ks, chi_square = (gates.judge(name, "", [600, 300, 100], law) for name in ("KS", "chi-square"))
+    ks, chi_square = (fit.judge(name, "", [600, 300, 100], law) for name in ("KS", "chi-square"))
     left, right = plots.verdict_figure(ks, chi_square).axes
     assert left.lines[0].get_ydata() == pytest.approx([0.1, 0.1, 0.0]) and "red" in left.get_title()
     assert sorted(line.get_ydata()[0] for line in left.lines[1:]) == pytest.approx([-ks.limit, ks.limit])

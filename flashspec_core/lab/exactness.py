@@ -71,8 +71,8 @@ def true_law(logits, sampling):
     """The law by the book, in float64 numpy and apart from the package: what everything is compared with.
 
     Args:
-        logits: [..., vocab].
-        sampling: a Sampling.
+        logits: [..., vocab]; of ids that tie with the last one kept, the first stays.
+        sampling: a Sampling with a temperature above 0.
     Returns: [..., vocab] probabilities.
     """
     x = np.asarray(logits, dtype=np.float64) / sampling.temperature
@@ -104,7 +104,9 @@ def chain_law(case: Case, num_tokens: int):
 
 
 def step_law(case: Case, method: str, last: int = 0, arm: int = 0) -> list:
-    """Law of one step, summed over every drafted block: from the specification's own functions, in float64.
+    """Law of one step, summed over every drafted block, in float64.
+
+    Chances, weights and laws of the next token are the specification's own functions; the sum over fates stands here.
 
     Rule: the chance of a block, times the chance to stop behind n of it, times the law of the next token. "coupled":
     one noise decides both sides, so a token v is drafted and stands with 1 / sum over w of max(p_w / p_v, q_w / q_v).
@@ -135,7 +137,7 @@ def step_law(case: Case, method: str, last: int = 0, arm: int = 0) -> list:
         stands = 1 / torch.maximum(inner[..., None, :] / inner[..., None], q[..., None, :] / q[..., None]).sum(-1)
         stands = torch.where((inner > 0) & (q > 0), stands, 0.0)
         reach = torch.cat([torch.ones(len(ids), 1), stands.gather(-1, ids[..., None])[..., 0].cumprod(1)], dim=1)
-        falls = torch.cat([inner - stands, p[:, -1:]], dim=1)
+        falls = torch.cat([(inner - stands).where(inner - stands > 1e-15, 0), p[:, -1:]], dim=1)
         joints = [reach[:, n, None] * falls[:, n] / vocab ** (gamma - n) for n in range(gamma + 1)]
     else:
         log_weights = torch.zeros(len(ids), gamma + 1)
@@ -205,7 +207,9 @@ class ImpossibleResult(ValueError):
 
 @torch.no_grad()
 def sample(case: Case, method: str, num_rows: int, num_tokens: int, seed: int = 0, verifier=verify, first_row: int = 0):
-    """Texts from a verifier, drafted, verified and committed as the engine does.
+    """Texts from a verifier, drafted, verified and committed as the engine does; everything lies on the CPU.
+
+    A row does not depend on its batch, but for a case of one law over more than 4,096 ids.
 
     Args:
         case, method: the world and the rule.
@@ -220,6 +224,7 @@ def sample(case: Case, method: str, num_rows: int, num_tokens: int, seed: int = 
     small = Case(target, tuple(d.float() for d in case.drafts), case.gamma, case.sampling, case.deterministic)
     text = torch.zeros(num_rows, num_tokens + case.gamma + 2, dtype=torch.int64)
     first, step, generator = None, 0, torch.Generator().manual_seed(int(seeds[0]))
+    large = case.vocab > 4096 and len(target) == 1 and method != "coupled" and not case.deterministic
     while bool((length <= num_tokens).any()):
         active = (length <= num_tokens).nonzero()[:, 0]
         here = length[active]
@@ -228,7 +233,7 @@ def sample(case: Case, method: str, num_rows: int, num_tokens: int, seed: int = 
             noise, positions = seeds[active], here
         context = [text[active, here - 1]]
         for i in range(case.gamma):
-            if case.vocab > 4096 and len(target) == 1:  # one law for all rows: cheaper than a race over all ids in each
+            if large:  # one law for all rows, drawn at once: a race over all ids in each would take as long again
                 law = logprobs(small.drafts[0], case.sampling)[0].exp()
                 context.append(torch.multinomial(law, len(active), True, generator=generator))
                 continue
@@ -244,7 +249,9 @@ def sample(case: Case, method: str, num_rows: int, num_tokens: int, seed: int = 
         emitted = result.token_ids
         at = torch.arange(case.gamma + 1)
         shown = emitted != PLACEHOLDER_TOKEN_ID
-        if not torch.equal(shown, at <= result.num_accepted[:, None]) or not bool((emitted[shown] < case.vocab).all()):
+        known = (emitted[shown] >= 0) & (emitted[shown] < case.vocab)
+        fits = torch.equal(shown, at <= result.num_accepted[:, None]) and int(result.num_accepted.max()) <= case.gamma
+        if not fits or not bool(known.all()):
             raise ImpossibleResult("expected num_accepted + 1 ids of the vocabulary in each row, then -1")
         text[active[:, None].expand_as(shown)[shown], (here[:, None] + at)[shown]] = emitted[shown]
         length[active] = here + (emitted >= 0).sum(1)

@@ -15,9 +15,8 @@ from functools import reduce
 from importlib import import_module
 
 from flashspec_core.lab.exactness import CASES, ImpossibleResult
+from flashspec_core.lab.fit import ALPHA, SAMPLES, judge, power
 from flashspec_core.lab.gates import (
-    ALPHA,
-    SAMPLES,
     SETTINGS,
     Report,
     case_findings,
@@ -27,9 +26,7 @@ from flashspec_core.lab.gates import (
     expected,
     false_alarms,
     identity_findings,
-    judge,
     ks_finding,
-    power,
     table_finding,
 )
 from flashspec_core.verify import METHODS
@@ -54,6 +51,11 @@ class Mutant:
     def in_engine(self) -> bool:
         """Whether only the engine's gates can see it."""
         return self.home.startswith("engine.")
+
+    @property
+    def methods(self) -> list[str]:
+        """The rule that the name speaks of, else "token"."""
+        return [method for method in METHODS if self.name.startswith(f"{method}:")] or ["token"]
 
     @property
     def function(self):
@@ -109,7 +111,7 @@ MUTANTS = [
     ),
     Mutant("p and q exchanged", _REFERENCE + "token_chances", "p_drafted - q_drafted", "q_drafted - p_drafted"),
     Mutant(
-        "q taken at another temperature than drawn at",
+        "temperature and filters on the target only",
         _REFERENCE + "draft_logprobs",
         "warp(draft.logits, samplings)",
         "warp(draft.logits, [type(s)(temperature=1.0) for s in samplings])",
@@ -172,10 +174,16 @@ MUTANTS = [
         "[list(ids[:-1]) or list(ids) for ids in context.token_ids]",
     ),
     Mutant(
-        "rejected drafts stay in the cache",
+        "rejected drafts stay in an idle drafter's cache",
         "engine.kv_cache:CachedModel.logits",
         "min(common_prefix(held, ids), len(ids) - keep)",
         "len(ids) - keep",
+    ),
+    Mutant(
+        "a position sees the drafts behind it",
+        "engine.kv_cache:CachedModel._forward",
+        "<= positions[:, None, :, None]",
+        "<= positions[:, None, :, None].amax(2, keepdim=True)",
     ),
     Mutant("the noise of a step used again", _STEP, "seeds = step_seeds(seeds, self.num_steps)", "pass"),
     Mutant(
@@ -192,7 +200,7 @@ MUTANTS = [
         "positions = torch.zeros_like(seeds); seeds = step_seeds(seeds, self.num_steps)",
     ),
     Mutant(
-        "the recovered token is thrown away",
+        "the token behind accepted ones is thrown away",
         "engine.decode:Run._commit",
         "for token_id in emitted:",
         "for token_id in emitted[: max(1, sum(t >= 0 for t in emitted) - 1)]:",
@@ -232,9 +240,8 @@ def report(mutant: Mutant | None = None, num_rows: int = 20_000, engine_rows: in
         num_rows, seed: see `certify`.
         engine_rows: texts of each engine gate.
     """
-    methods, both = METHODS, mutant is None
-    if not both:
-        methods = [method for method in METHODS if mutant.name.startswith(f"{method}:")] or ["token"]
+    both = mutant is None
+    methods = METHODS if both else mutant.methods
     with nullcontext() if both else planted(mutant):
         findings = []
         if both or not mutant.in_engine:
@@ -257,26 +264,27 @@ def table(num_rows: int = 20_000, engine_rows: int = 2048, seed: int = 0) -> dic
     return rows | {mutant.name: report(mutant, num_rows, engine_rows, seed).gates() for mutant in MUTANTS}
 
 
-def power_curves(mutant: Mutant, sizes, method: str = "token", num_rows: int = 200_000) -> dict[str, list[float]]:
+def power_curves(mutant: Mutant, sizes, num_rows: int = 200_000) -> dict[str, list[float]]:
     """Chance of each gate to see a fault of the door, by number of samples, each at alpha .01.
 
     Args:
         mutant: one that the door's gates can see.
-        sizes: numbers of samples.
-        method: which rule is run.
-        num_rows: texts from which the faulty law is known.
+        sizes: numbers of texts; a gate that looks at some of them gets its share.
+        num_rows: texts from which the faulty law is known, many more than the sizes.
     Returns: {gate: a power for each size}, of the setting that sees most; "KS" and "chi-square" look at the same
         first tokens of a vocabulary of 80.
     """
     with planted(mutant):
-        ks = ks_finding(80, method, num_samples=num_rows)
-        found = [f for name in CASES for f in case_findings(name, method, num_rows, 0, ALPHA)]
+        ks = ks_finding(80, mutant.methods[0], num_samples=num_rows)
+        found = [f for name in CASES for f in case_findings(name, mutant.methods[0], num_rows, 0, ALPHA)]
     found += [ks, judge("chi-square", "V 80", ks.counts, ks.law)]
-    for f in found:  # where so many texts show nothing, what is left is their own scatter
-        f.counts = f.counts if f.red else f.law
     curves = {}
     for gate in ("KS", "chi-square", "joint", "accepted", "rejected", "bonus"):
-        each = [[power(f, size) for size in sizes] for f in found if f.gate == gate]
+        each = []
+        for f in (f for f in found if f.gate == gate):
+            share = f.counts.sum() / num_rows
+            f.counts = f.counts if f.red else f.law  # where so many texts show nothing, their scatter is left
+            each.append([power(f, max(1, round(size * share))) for size in sizes])
         curves[gate] = max(each, key=sum)
     return curves
 
@@ -288,7 +296,7 @@ def main() -> None:
         findings = certify(seed=seed).findings
         findings.append(engine_finding(SETTINGS[seed % len(SETTINGS)], seed=seed, alpha=ALPHA))
         fallen.update((f.gate, f.red) for f in findings)
-    print("the true code, 100 seeds: gate, findings, red ones (chi-square gates share alpha .01 a seed)")
+    print("the true code, 100 seeds: gate, findings, red ones (KS and engine at alpha .01, the others share .01)")
     for gate in dict.fromkeys(gate for gate, _ in fallen):
         print(f"  {gate:12}{fallen[gate, False] + fallen[gate, True]:7}{fallen[gate, True]:5}")
     for method in METHODS:
@@ -299,9 +307,8 @@ def main() -> None:
     print("power at 10,000 samples, alpha .01")
     for mutant in MUTANTS:
         if not mutant.in_engine:
-            method = next((m for m in METHODS if mutant.name.startswith(f"{m}:")), "token")
             try:
-                curves = power_curves(mutant, [SAMPLES], method)
+                curves = power_curves(mutant, [SAMPLES])
             except ImpossibleResult:
                 print(f"  {mutant.name:48}impossible ids, seen at once")
                 continue

@@ -226,9 +226,10 @@ def tokens_figure(rates, gammas, points: dict) -> Figure:
         left, right = figure.subplots(1, 2)
         for i, rate in enumerate(rates):
             tokens = [sum(rate**k for k in range(gamma + 1)) for gamma in gammas]
-            left.plot(gammas, tokens, color=PALETTE[i], label=f"formula, rate {rate:.2f}")
+            line = dict(color=PALETTE[i], linestyle=("-", "--", "-.")[i % 3])
+            left.plot(gammas, tokens, label=f"formula, rate {rate:.2f}", **line)
             fractions = [(t - 1) / gamma for t, gamma in zip(tokens, gammas, strict=True)]
-            right.plot(gammas, fractions, color=PALETTE[i])
+            right.plot(gammas, fractions, **line)
             right.axhline(rate, color=PALETTE[i], linestyle=":", linewidth=1)
         for i, (label, found) in enumerate(points.items()):
             for axes, column in ((left, 1), (right, 2)):

@@ -49,10 +49,10 @@ def verify_coupled(target_logits, draft, samplings, seeds, positions) -> VerifyR
     Cost: normalises gamma + 1 target rows and makes noise for them; reads nothing of the draft but its ids.
     Source: Gumbel-max with common random numbers; compare Daliri et al. 2025 (arXiv 2408.07978).
     """
-    p, p_drafted = _at_drafted(logprobs(target_logits, samplings), draft.token_ids)
+    p = logprobs(target_logits, samplings)
     rows = range(p.shape[1])
     choice = torch.stack([draw(p[:, i], gumbels(seeds, p.shape[-1], COUPLED, positions + i)) for i in rows], dim=1)
-    return _matched(choice, draft, p_drafted, _lawless(target_logits) | _lawless(p))
+    return _matched(choice, draft, _at_drafted(p, draft.token_ids), _lawless(target_logits) | _lawless(p))
 
 
 def verify_token(target_logits, draft, samplings, log_uniforms, seeds) -> VerifyResult:
@@ -101,12 +101,12 @@ def laws(target_logits, draft, samplings):
     Args: target_logits, draft, samplings: see verify_token.
     Returns: log p [batch, gamma + 1, vocab], log q [batch, gamma, vocab], and both at the drafted ids [batch, gamma].
     """
-    p, p_drafted = _at_drafted(logprobs(target_logits, samplings), draft.token_ids)
+    p = logprobs(target_logits, samplings)
     if draft.logits is None:  # deterministic: q is 1 at the drafted id
         q = torch.full_like(p[:, :-1], -math.inf).scatter_(-1, draft.token_ids.clamp_min(0)[..., None], 0.0)
     else:
         q = draft_logprobs(draft, samplings, p.shape[-1])
-    return p, q, p_drafted, _at_drafted(q, draft.token_ids)[1]
+    return p, q, _at_drafted(p, draft.token_ids), _at_drafted(q, draft.token_ids)
 
 
 def draft_logprobs(draft, samplings, vocab: int):
@@ -178,8 +178,7 @@ def next_law(p, q, num_accepted, num_drafted, log_weight):
 
 
 def _at_drafted(law, token_ids):
-    ids = token_ids.clamp_min(0)[..., None]
-    return law, law[:, : token_ids.shape[1]].gather(-1, ids)[..., 0]
+    return law[:, : token_ids.shape[1]].gather(-1, token_ids.clamp_min(0)[..., None])[..., 0]
 
 
 def _stands(log_uniforms, log_chances, token_ids):
