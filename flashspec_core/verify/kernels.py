@@ -23,7 +23,7 @@ def _normalise_kernel(
     logits_ptr,  # [batch, count, size]
     ids_ptr,  # [batch, gamma] int64, -1 behind a row's own end
     scale_ptr,  # [batch] float32, 1 / temperature; 0 in a greedy row
-    max_ptr,  # [batch, rows, splits] float32, largest scaled logit of a part, log2 domain; the largest logit where greedy
+    max_ptr,  # [batch, rows, splits] float32, largest scaled logit of a part (log2); largest logit where greedy
     sum_ptr,  # [batch, rows, splits] float32, sum of 2^(scaled logit - max)
     arg_ptr,  # [batch, rows, splits] int32, lowest id of the largest logit, greedy rows only
     gamma,
