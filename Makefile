@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help quickstart test check exactness soak lab notebooks clean
+.PHONY: help quickstart test test-gpu check exactness soak lab notebooks clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -22,6 +22,9 @@ quickstart: $(STAMP)  ## a real model, plain and speculative, side by side
 test: $(STAMP)  ## every test, the notebooks included
 	$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .
 	$(BIN)/python -m pytest -q -n 2
+
+test-gpu: $(STAMP)  ## what needs a CUDA device: the kernels against the reference
+	$(BIN)/python -m pytest -q -m gpu
 
 check: test  ## exactly what CI runs
 

@@ -133,6 +133,7 @@ class VerifyResult:
         draft_logprobs: [batch, gamma] float32, log q of the drafted ids; 0 where the rule reads none: greedy rows and
             "coupled".
         invalid: [batch] int64, the first position read whose target logits hold no law (NaN, or none finite), else -1.
+        impl: what decided: "reference" or "triton".
     """
 
     num_accepted: Any
@@ -141,6 +142,7 @@ class VerifyResult:
     target_logprobs: Any = None
     draft_logprobs: Any = None
     invalid: Any = None
+    impl: str = "reference"
 
 
 @dataclass

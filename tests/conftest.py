@@ -1,6 +1,11 @@
 """Fixtures that the engine's tests share: tiny random targets of three families, drafters of known fate, SmolLM2."""
 
 import copy
+import os
+
+if not os.path.exists("/dev/nvidiactl"):  # without a GPU kernels run in Triton's interpreter; before triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")
 
 import pytest
 import torch

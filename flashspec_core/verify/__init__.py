@@ -11,7 +11,7 @@ from flashspec_core.records import Draft, VerifyResult
 from flashspec_core.verify.logits import row_samplings, warp
 
 METHODS = ("token", "block", "coupled")
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("reference", "triton")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -49,7 +49,8 @@ def verify(
             "coupled" the row seeds, the same at every step.
         positions: [batch] int64, position of the first drafted token; only "coupled" needs it.
         method: "token", "block" or "coupled".
-        impl: "reference", or None: by device.
+        impl: "reference", "triton" (method "token"), or None: "triton" on CUDA where it has the method; the result's
+            `impl` says which it was.
     Returns: VerifyResult with num_accepted [batch], next_token_ids [batch], token_ids [batch, gamma + 1].
     Raises:
         ValueError: a shape, dtype, id or name that does not fit; target logits without a law (NaN, or nothing finite).
@@ -67,12 +68,14 @@ def verify(
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
     if impl not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS} or None, got {impl!r}")
+    if impl == "triton" and method != "token":
+        raise ValueError(f"impl 'triton' has the method 'token', got {method!r}; impl None takes the reference for it")
     draft = Draft(draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids)
     _check(target_logits, draft, log_uniforms, seeds)
     if method == "coupled":
         _shaped("positions", positions, target_logits.shape[:1], (torch.int64,))
     samplings = row_samplings(sampling, target_logits.shape[0])
-    result = decide(target_logits, draft, samplings, log_uniforms, seeds, positions, method)
+    result = decide(target_logits, draft, samplings, log_uniforms, seeds, positions, method, impl)
     if bool((result.invalid >= 0).any()):
         row = int((result.invalid >= 0).long().argmax())
         where = f"row {row}, position {int(result.invalid[row])}"
@@ -80,17 +83,21 @@ def verify(
     return result
 
 
-def decide(target_logits, draft, samplings, log_uniforms, seeds, positions, method) -> VerifyResult:
+def decide(target_logits, draft, samplings, log_uniforms, seeds, positions, method, impl=None) -> VerifyResult:
     """What `verify` does behind its checks; rows without a law are flagged in `invalid` and raise nothing.
 
     Args:
-        target_logits, log_uniforms, seeds, positions, method: see verify.
+        target_logits, log_uniforms, seeds, positions, method, impl: see verify.
         draft: a records.Draft.
         samplings: list of one Sampling a row.
     Returns: VerifyResult.
     """
     from flashspec_core.verify import reference
 
+    if impl == "triton" or (impl is None and method == "token" and target_logits.is_cuda):
+        from flashspec_core.verify import kernels
+
+        return kernels.verify_token(target_logits, draft, samplings, log_uniforms, seeds)
     if all(s.greedy for s in samplings):
         return reference.verify_greedy(target_logits, draft)
     if method == "coupled":
