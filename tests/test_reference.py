@@ -449,6 +449,14 @@ def test_block_looks_behind_a_failed_uniform():
     assert call(**rows, log_u=log_u, method="token").num_accepted.item() == 0
 
 
+def test_block_chances_are_one_where_draft_and_target_agree():
+    # THEORY: w_i = 1 means h_i = 1, 0/0 too (nothing is over at the next position)
+    law = torch.tensor([0.2, 0.3, 0.5]).log()
+    draft = fs.Draft(torch.tensor([[0, 2, 1]]), law.expand(1, 3, 3))
+    log_h, log_w = block_chances(*laws(law.expand(1, 4, 3), draft, [SOFT]), torch.tensor([3]))
+    assert log_h.tolist() == [[0.0] * 3] and log_w.tolist() == [[0.0] * 4]
+
+
 def test_block_weight_stays_zero():
     # THEORY: once 0, w stays 0: the target forbids the first draft, and whatever follows falls with it
     p = torch.tensor([0.0, 1.0]).log()
