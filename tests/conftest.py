@@ -73,17 +73,6 @@ def greedy_ids(target, ids, count, **options):
     return out[0, len(ids) :].tolist()
 
 
-def chi_square_p(counts, probs):
-    """Chance of a worse fit if `counts` are draws from `probs`; cells that expect fewer than 5 are pooled."""
-    counts, expected = counts.flatten().double(), probs.flatten().double() * counts.sum()
-    small = expected < 5
-    pooled = expected[small].sum() > 0
-    expected = torch.cat([expected[~small], expected[small].sum()[None][: int(pooled)]])
-    counts = torch.cat([counts[~small], counts[small].sum()[None][: int(pooled)]])
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0).double(), statistic / 2).item()
-
-
 class OwnDrafter:
     """A drafter of the protocol: `propose(ids, gamma, vocab)` gives a row's drafted ids; it counts its calls."""
 

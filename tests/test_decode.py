@@ -7,12 +7,14 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import OwnDrafter, chi_square_p, greedy_ids, make_target, plain_logits, random_ids, scripted
+from conftest import OwnDrafter, greedy_ids, make_target, plain_logits, random_ids, scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashspec_core as fs
 from flashspec_core.engine.decode import RowError
+from flashspec_core.lab.exactness import true_law
+from flashspec_core.lab.fit import chi_square_p
 
 WARM = fs.Sampling(temperature=1.0)
 PROMPTS = [random_ids(n, seed=n) for n in (1, 3, 7, 30)] + [[5, 6, 7, 8, 9, 5, 6, 7], [2, 2, 2, 2]]
@@ -238,24 +240,13 @@ def test_the_joint_law_of_two_tokens(kind, sampling):
         counts[row.token_ids[0], row.token_ids[1]] += 1
 
     def law(ids):
-        return fs_law(plain_logits(target.model, ids), sampling)
+        return torch.from_numpy(true_law(plain_logits(target.model, ids)[0], sampling))
 
     first = law(prompt)
     joint = torch.stack([first[a] * law([*prompt, a]) for a in range(vocab)])
     assert counts[joint == 0].sum() == 0
-    assert chi_square_p(counts, joint) > 1e-3
+    assert chi_square_p(counts.flatten(), joint.flatten()) > 1e-3
     assert 0 < sum(row.steps[0].num_accepted for row in out) < 2 * batch
-
-
-def fs_law(logits, sampling):
-    """Written apart from the package: temperature, then top-k, then top-p."""
-    probs = (logits[0].double() / sampling.temperature).softmax(-1)
-    order = probs.argsort(descending=True)
-    ranked = probs[order]
-    ranked[sampling.top_k or len(ranked) :] = 0
-    ranked /= ranked.sum()
-    ranked[ranked.cumsum(-1) - ranked >= (sampling.top_p or 2)] = 0
-    return torch.zeros_like(probs).index_copy_(0, order, ranked / ranked.sum())
 
 
 # policies

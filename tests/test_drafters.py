@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 import transformers
-from conftest import chi_square_p, make_target, plain_logits, random_ids
+from conftest import make_target, plain_logits, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashspec_core as fs
 from flashspec_core.engine.drafters import DraftContext
+from flashspec_core.lab.fit import chi_square_p
 from flashspec_core.noise import DraftNoise
 from flashspec_core.verify.logits import logprobs
 

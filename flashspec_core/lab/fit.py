@@ -77,11 +77,17 @@ def judge(gate: str, setting: str, counts, law, alpha: float = ALPHA) -> Finding
     Args: gate, setting, counts, law, alpha: see Finding.
     """
     counts, law = np.ravel(counts), np.ravel(law)
+    value, limit, red = _decide(gate, counts, law, alpha)
+    return Finding(gate, setting, float(value), limit, bool(red), alpha, counts, law)
+
+
+def _decide(gate, counts, law, alpha):
+    """Statistic, limit and whether the gate falls, of one trial or of many."""
     if gate.startswith("KS"):
-        value, limit = float(ks_distance(counts, law)), ks_limit(int(counts.sum()), alpha)
-        return Finding(gate, setting, value, limit, value > limit, alpha, counts, law)
-    value = float(chi_square_p(counts, law))
-    return Finding(gate, setting, value, alpha, value < alpha, alpha, counts, law)
+        value, limit = ks_distance(counts, law), ks_limit(int(np.sum(counts, axis=-1).flat[0]), alpha)
+        return value, limit, value > limit
+    value = chi_square_p(counts, law)
+    return value, alpha, value < alpha
 
 
 def power(finding: Finding, num_samples: int, repeats: int = 1000, seed: int = 0) -> float:
@@ -95,6 +101,4 @@ def power(finding: Finding, num_samples: int, repeats: int = 1000, seed: int = 0
     """
     observed = finding.counts / finding.counts.sum()
     trials = np.random.default_rng(seed).multinomial(num_samples, observed, repeats)
-    if finding.gate.startswith("KS"):
-        return float((ks_distance(trials, finding.law) > ks_limit(num_samples, finding.alpha)).mean())
-    return float((chi_square_p(trials, finding.law) < finding.alpha).mean())
+    return float(_decide(finding.gate, trials, finding.law, finding.alpha)[2].mean())
