@@ -103,6 +103,19 @@ def test_an_empty_residual_draws_from_the_target():
 
 
 @INTERPRETER
+@pytest.mark.parametrize("bad", [[math.nan, 0.0, 1.0], [-math.inf] * 3, [math.inf, 0.0, 0.0]])
+@pytest.mark.parametrize("sampling", [SOFT, fs.Sampling()], ids=["soft", "greedy"])
+def test_a_row_without_a_law_is_flagged_where_it_is_read(bad, sampling):
+    # BUGS 10: rows of drafts (2, 0, 2) with the bad logits at position 1, 1 and 2: read, behind the row's end, read
+    target = torch.zeros(3, 3, 3)
+    target[[0, 1, 2], [1, 1, 2]] = torch.tensor(bad)
+    ids = torch.tensor([[0, 0], [-1, -1], [0, 0]])
+    result = kernels.verify_token(target, fs.Draft(ids), [sampling] * 3, torch.zeros(3, 2), torch.arange(3))
+    assert result.invalid.tolist() == [1, -1, 2]
+    assert 0 <= int(result.next_token_ids.min()) and int(result.next_token_ids.max()) < 3
+
+
+@INTERPRETER
 def test_a_workspace_is_used_again():
     rng, rows = np.random.default_rng(0), [SOFT, fs.Sampling(temperature=0.7)]
     workspace = kernels.Workspace(2, 3, 50, torch.device("cpu"))
