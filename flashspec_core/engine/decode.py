@@ -148,7 +148,7 @@ class Run:
             self.rows.append(_Row(i, list(ids), len(ids), samplings[i], seeds[i], end, text))
         self.target, self.options, self.eos = target, o, target.eos_token_ids
         self.keeps_cache = cached is not None
-        self.num_steps = 0
+        self.num_steps, self.workspaces, self.checked = 0, {}, set()
 
     def finish(self):
         """Take every step; a Generation, or a list of them for a list of prompts."""
@@ -215,7 +215,7 @@ class Run:
         unread = greedy or method == "coupled"
         log_u = torch.zeros(len(rows), width, device=device) if unread else log_uniforms(seeds, width)
         processed = self._processed(logits, inputs, shown)
-        result = decide(processed, draft, samplings, log_u, seeds, positions, method)
+        result = decide(processed, draft, samplings, log_u, seeds, positions, method, workspaces=self.workspaces)
         emitted, accepted, invalid = result.token_ids.tolist(), result.num_accepted.tolist(), result.invalid.tolist()
         if self.options.logprobs:
             own = logits.float().log_softmax(-1).gather(-1, result.token_ids.clamp_min(0)[..., None])[..., 0].tolist()
@@ -282,7 +282,9 @@ class Run:
             width = draft.token_ids.shape[-1] if isinstance(draft.token_ids, torch.Tensor) else gamma
             shape = (len(rows), min(gamma, width), context.vocab_size)
             check_draft(draft, *shape)
-            check_normalised(draft, samplings)
+            if id(arm.drafter) not in self.checked:  # reads all of q, so a drafter shows it once
+                check_normalised(draft, samplings)
+                self.checked.add(id(arm.drafter))
         except (ValueError, AttributeError) as error:
             raise ValueError(f"drafter {arm.name!r}, asked for at most {gamma} tokens: {error}") from error
         ids = draft.token_ids.to(device)

@@ -14,7 +14,8 @@ import torch
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.noise import DraftNoise
 from flashspec_core.records import PLACEHOLDER_TOKEN_ID, Draft, Sampling
-from flashspec_core.verify.logits import draw, greedy_ids, logprobs
+from flashspec_core.verify import draw_draft
+from flashspec_core.verify.logits import greedy_ids
 
 
 @dataclass
@@ -142,11 +143,12 @@ class ModelDrafter(Drafter):
         self.tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
         model = getattr(model, "model", model) if hasattr(model, "tokenizer") else model
         self.name = name or f"model:{getattr(model.config, '_name_or_path', '') or type(model).__name__}"
-        self.cached = CachedModel(model)
+        self.cached, self.workspaces = CachedModel(model), {}
 
     def reset(self):
         """Forget all rows and free the cache."""
         self.cached.clear()
+        self.workspaces.clear()
 
     def draft(self, context, gamma, sampling, noise) -> Draft:
         """Draw gamma tokens a row, one pass each.
@@ -160,18 +162,20 @@ class ModelDrafter(Drafter):
             rows = [[token_id if token_id < known else 0 for token_id in ids] for ids in rows]
         noise = noise.on(self.cached.model.device)
         greedy = all(s.greedy for s in sampling)
-        all_ids, all_logits = [], []
+        all_ids, all_logits, all_sums = [], [], []
         for i in range(gamma):
             logits = self.cached.logits(rows, 1, context.row_ids)[:, 0, : context.vocab_size]
             if greedy:
                 ids = greedy_ids(logits)
             else:
-                ids = draw(logprobs(logits, sampling), noise.gumbels(i, logits.shape[-1]))
+                ids, sums = draw_draft(logits, sampling, noise, i, self.workspaces)
                 all_logits.append(logits)
+                all_sums.append(sums)
             all_ids.append(ids)
             for row, token_id in zip(rows, ids.tolist(), strict=True):
                 row.append(token_id)
-        return Draft(torch.stack(all_ids, 1), None if greedy else torch.stack(all_logits, 1))
+        ids = torch.stack(all_ids, 1)
+        return Draft(ids) if greedy else Draft(ids, torch.stack(all_logits, 1), torch.stack(all_sums, 1))
 
 
 class EarlyExitDrafter(ModelDrafter):

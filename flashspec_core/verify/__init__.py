@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from flashspec_core.records import Draft, VerifyResult
-from flashspec_core.verify.logits import row_samplings, warp
+from flashspec_core.verify.logits import draw, row_samplings, warp
 
 METHODS = ("token", "block", "coupled")
 IMPLEMENTATIONS = ("reference", "triton")
@@ -49,11 +49,11 @@ def verify(
             "coupled" the row seeds, the same at every step.
         positions: [batch] int64, position of the first drafted token; only "coupled" needs it.
         method: "token", "block" or "coupled".
-        impl: "reference", "triton" (method "token"), or None: "triton" on CUDA where it has the method; the result's
-            `impl` says which it was.
+        impl: "reference", "triton", or None: "triton" on CUDA; the result's `impl` says which it was.
     Returns: VerifyResult with num_accepted [batch], next_token_ids [batch], token_ids [batch, gamma + 1].
     Raises:
-        ValueError: a shape, dtype, id or name that does not fit; target logits without a law (NaN, or nothing finite).
+        ValueError: a shape, dtype, id or name that does not fit; "triton" without a CUDA device; target logits without
+            a law (NaN, or nothing finite).
     Cost: normalising reads (2 gamma + 1) rows of V a sequence, the test two numbers a token ("block": two rows of V),
         the draw two rows of V.
     Source: Leviathan et al. 2023 (arXiv 2211.17192); Chen et al. 2023 (arXiv 2302.01318); Sun et al. 2024 (2403.10444).
@@ -68,8 +68,6 @@ def verify(
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
     if impl not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS} or None, got {impl!r}")
-    if impl == "triton" and method != "token":
-        raise ValueError(f"impl 'triton' has the method 'token', got {method!r}; impl None takes the reference for it")
     draft = Draft(draft_token_ids, draft_logits, draft_logsumexp, draft_vocab_ids)
     _check(target_logits, draft, log_uniforms, seeds)
     if method == "coupled":
@@ -83,27 +81,54 @@ def verify(
     return result
 
 
-def decide(target_logits, draft, samplings, log_uniforms, seeds, positions, method, impl=None) -> VerifyResult:
+def decide(
+    target_logits, draft, samplings, log_uniforms, seeds, positions, method, impl=None, workspaces=None
+) -> VerifyResult:
     """What `verify` does behind its checks; rows without a law are flagged in `invalid` and raise nothing.
 
     Args:
         target_logits, log_uniforms, seeds, positions, method, impl: see verify.
         draft: a records.Draft.
         samplings: list of one Sampling a row.
+        workspaces: a dict in which the kernels keep their buffers; the result then stands until the next call.
     Returns: VerifyResult.
     """
     from flashspec_core.verify import reference
 
-    if impl == "triton" or (impl is None and method == "token" and target_logits.is_cuda):
+    if impl == "triton" or (impl is None and target_logits.is_cuda):
         from flashspec_core.verify import kernels
 
-        return kernels.verify_token(target_logits, draft, samplings, log_uniforms, seeds)
+        here = target_logits.is_cuda or kernels.INTERPRETED
+        _expect(here, "CUDA tensors for impl 'triton' (or TRITON_INTERPRET=1 from the start)", target_logits.device)
+        return kernels.verify(target_logits, draft, samplings, log_uniforms, seeds, positions, method, workspaces)
     if all(s.greedy for s in samplings):
         return reference.verify_greedy(target_logits, draft)
     if method == "coupled":
         return reference.verify_coupled(target_logits, draft, samplings, seeds, positions)
     rule = reference.verify_block if method == "block" else reference.verify_token
     return rule(target_logits, draft, samplings, log_uniforms, seeds)
+
+
+def draw_draft(logits, samplings, noise, index: int, workspaces=None):
+    """A drafter's next tokens, and what their laws sum to, so that verification need not sum them again.
+
+    Rule: argmax over v of (log q(v) + noise(v)); a greedy row's token is its argmax.
+
+    Args:
+        logits: [batch, vocab] raw, float32, float16 or bfloat16.
+        samplings: list of one Sampling a row.
+        noise: the step's noise.DraftNoise.
+        index: position in the block.
+        workspaces: see decide.
+    Returns: ids [batch] int64; log-sum-exp of the logits after temperature and filters [batch] float32.
+    Cost: on CUDA one launch (two where a row filters) that reads the logits once.
+    """
+    if logits.is_cuda:
+        from flashspec_core.verify import kernels
+
+        return kernels.draw(logits, samplings, noise, index, workspaces)
+    law = warp(logits, samplings)
+    return draw(law, noise.gumbels(index, law.shape[-1])), law.logsumexp(-1)
 
 
 def check_draft(draft, batch: int, gamma: int, vocab: int) -> None:
