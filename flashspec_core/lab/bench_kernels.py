@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import subprocess
 import sys
@@ -178,9 +179,9 @@ def counted_bytes(batch: int, vocab: int, gamma: int) -> float | None:
     command += [sys.executable, "-m", "flashspec_core.lab.bench_kernels", "once", str(batch), str(vocab), str(gamma)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-        return float(lines[-1].split('","')[-1].strip('"').replace(",", ""))
-    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        table = list(csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"')))
+        return float(table[-1][counter].replace(",", ""))
+    except (OSError, ValueError, IndexError, KeyError, subprocess.TimeoutExpired):
         return None
 
 
@@ -198,13 +199,16 @@ def main(path: str) -> None:
     for vocab, batch, gamma in itertools.product(VOCABS, BATCHES, GAMMAS):
         rows += shape_rows(batch, vocab, gamma, empty, compiled if gamma == 4 else None)
         torch.cuda.empty_cache()
-        print(
-            *(f"{r['provider']} {r['mode']} {float(r['p50']):.1f}" for r in rows[-12:] if r["metric"] != "time"),
-            vocab,
-            batch,
-            gamma,
-            flush=True,
-        )
+        print(f"V {vocab}, batch {batch}, gamma {gamma}", flush=True)
+    bench.append_rows(rows, path)
+
+
+def count(path: str) -> None:
+    """Bytes by hardware counters, where Nsight Compute is there.
+
+    Args: path: of the CSV.
+    """
+    rows = []
     for vocab, batch in itertools.product(VOCABS, (8, 128)):
         if (read := counted_bytes(batch, vocab, 4)) is not None:
             cells = dict(batch=batch, vocab=vocab, gamma=4, dtype="bfloat16", method="token", note="Nsight Compute")
@@ -221,4 +225,8 @@ def once(batch: int, vocab: int, gamma: int) -> None:
 
 
 if __name__ == "__main__":
-    once(*map(int, sys.argv[2:])) if sys.argv[1] == "once" else main(sys.argv[1])
+    if sys.argv[1] == "once":
+        once(*map(int, sys.argv[2:]))
+    else:
+        main(sys.argv[1])
+        count(sys.argv[1])

@@ -131,7 +131,8 @@ def _launch(
     if ws.filtered:
         _floors_kernel[2 * gamma + 1 if kind else gamma + 1, batch](
             target, logits, ids, ws.laws, ws.floors, gamma, vocab, draft_vocab,
-            SKIP=min(_SKIP[target.dtype], _SKIP[logits.dtype]), GAMMA=width, BLOCK=4096, num_warps=8,
+            SKIP=min(_SKIP[target.dtype], _SKIP[logits.dtype]), GAMMA=width,
+            BLOCK=min(4096, triton.next_power_of_2(vocab)), num_warps=8,
         )  # fmt: skip
     varying = target, logits, ids, kept, log_u, seeds, positions
     arguments = (
