@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "notebooks" / "results"
 COLUMNS = tuple(
     (
         "benchmark provider mode model batch vocab gamma temperature method domain metric unit p20 p50 p80 num_repeats "
@@ -168,6 +169,37 @@ def read_rows(path) -> list[dict]:
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError(f"expected the columns {COLUMNS} in {path}, got {reader.fieldnames}")
         return list(reader)
+
+
+def pick(rows, **cells) -> list[dict]:
+    """The rows whose cells are these.
+
+    Args:
+        rows: from `read_rows` or `row`.
+        cells: column -> value, compared as text.
+
+    >>> pick([{"batch": "8"}, {"batch": "32"}], batch=8)
+    [{'batch': '8'}]
+    """
+    return [r for r in rows if all(str(r[name]) == str(value) for name, value in cells.items())]
+
+
+def median(rows, **cells) -> float:
+    """The p50 of the first row whose cells are these.
+
+    Args:
+        rows, cells: see `pick`.
+
+    Raises:
+        ValueError: there is none.
+
+    >>> median([{"batch": "8", "p50": "2.5"}], batch=8)
+    2.5
+    """
+    found = pick(rows, **cells)
+    if not found:
+        raise ValueError(f"expected a row with {cells} among {len(rows)}, got none")
+    return float(found[0]["p50"])
 
 
 def compare_decode(target, arms, prompts: dict, max_new_tokens: int = 48, repeat: int = 1, plain=None):

@@ -51,6 +51,21 @@ EXERCISES = {
         "Each token by itself has the right law; what the shared number ties together are neighbours.",
         "Only the joint law of several tokens can show that two of them share their chance.",
     ),
+    "02-a": Exercise(
+        4096,
+        "A drafted token needs an int32 id, two float32 log-probabilities and a log-uniform; there are B times gamma.",
+        "32 x 8 x 16 bytes: it does not know V.",
+    ),
+    "02-b": Exercise(
+        1.8,
+        "Without it, gamma + 1 target rows and gamma draft rows are read; with it, the target's alone.",
+        "(2 gamma + 1) / (gamma + 1) = 9 / 5: the drafter summed its row when it drew from it.",
+    ),
+    "02-c": Exercise(
+        "look",
+        "Compare p / u, the bound, with the best score: a bound can rule an id out, but never make it the winner.",
+        "Its bound is 10, above 2, so it may win; its E is at least u, and only E itself decides.",
+    ),
 }
 
 

@@ -148,8 +148,8 @@ MUTANTS = [
     Mutant(
         "drafts by argmax, q from a softmax",
         "engine.drafters:ModelDrafter.draft",
-        "draw(logprobs(logits, sampling), noise.gumbels(i, logits.shape[-1]))",
-        "greedy_ids(logits)",
+        "draw_draft(logits, sampling, noise, i, self.workspaces)",
+        "greedy_ids(logits), draw_draft(logits, sampling, noise, i, self.workspaces)[1]",
     ),
     Mutant(
         "a drawn token discarded for its own confidence",
@@ -285,7 +285,8 @@ def power_curves(mutant: Mutant, sizes, num_rows: int = 200_000) -> dict[str, li
             share = f.counts.sum() / num_rows
             f.counts = f.counts if f.red else f.law  # where so many texts show nothing, their scatter is left
             each.append([power(f, max(1, round(size * share))) for size in sizes])
-        curves[gate] = max(each, key=sum)
+        if each:  # "coupled" has no laws given a rejection
+            curves[gate] = max(each, key=sum)
     return curves
 
 

@@ -16,7 +16,9 @@ import seaborn as sns  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from flashspec_core.engine.text import TextStream  # noqa: E402
+from flashspec_core.lab.bench import pick  # noqa: E402
 
+QUANTILES = ("p20", "p50", "p80")
 PALETTE = sns.color_palette("colorblind").as_hex()
 FATES = {  # colour, mark in front of the token, and words for the legend; plain text stays bare, all others underlined
     "accepted": (PALETTE[2], "", "accepted: drafted, and the target agreed"),
@@ -238,4 +240,80 @@ def tokens_figure(rates, gammas, points: dict) -> Figure:
         left.set(xlabel="gamma", ylabel="tokens a step")
         right.set(xlabel="gamma", ylabel="accepted fraction (dotted: the rate)", ylim=(0, 1.02))
         right.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=7)
+    return figure
+
+
+def step_figure(rows, gamma: int = 4) -> Figure:
+    """The verification step by batch, a panel a vocabulary: each provider's net time, and the time of the bytes.
+
+    Args:
+        rows: of kernels.csv.
+        gamma: speculation length.
+    """
+    vocabs = sorted({int(r["vocab"]) for r in rows if r["vocab"]})
+    bandwidth = float(pick(rows, provider="floor", metric="bandwidth")[0]["p50"])
+    with style():
+        figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+        panels = figure.subplots(1, len(vocabs), sharey=True)
+        for axes, vocab in zip(panels, vocabs, strict=True):
+            here = pick(rows, benchmark="verify", vocab=vocab, gamma=gamma, method="token")
+            for i, (name, mode, metric) in enumerate(
+                (("torch", "eager", "time"), ("torch-compiled", "eager", "time"))
+                + tuple((p, "graph", "net_time") for p in ("vllm-0.32", "flashspec_core"))
+            ):
+                found = sorted((int(r["batch"]), r) for r in pick(here, provider=name, mode=mode, metric=metric))
+                xs, low, ys, high = ([x if k is None else float(r[k]) for x, r in found] for k in (None, *QUANTILES))
+                color, label = PALETTE[(7, 1, 3, 0)[i]], f"{name}, {mode}"
+                axes.plot(xs, ys, marker="s^Do"[i], color=color, markersize=4, label=label)
+                axes.fill_between(xs, low, high, color=color, alpha=0.2)
+            bytes_read = [2 * x * vocab * (gamma + 1 + 2) for x in xs]
+            axes.plot(xs, [b / bandwidth * 1e-6 for b in bytes_read], "k:", label="the bytes at copy speed")
+            axes.set(xscale="log", yscale="log", xlabel="batch", title=f"V = {vocab:,}")
+            axes.set_xticks(xs, [f"{x:g}" for x in xs])
+            axes.minorticks_off()
+        panels[0].set_ylabel("microseconds a step")
+        panels[0].legend(frameon=False, fontsize=7)
+    return figure
+
+
+def parts_figure(rows, gamma: int = 4) -> Figure:
+    """The parts of our step against the vocabulary: the accept test alone, normalising, accepting and drawing.
+
+    Args:
+        rows: of kernels.csv.
+        gamma: speculation length.
+    """
+    batches = (8, 32, 128)
+    with style():
+        figure = Figure(figsize=(7.5, 2.8), layout="constrained")
+        panels = figure.subplots(1, len(batches), sharey=True)
+        for axes, batch in zip(panels, batches, strict=True):
+            for i, part in enumerate(("verify_accept", "verify_normalise", "verify_recover")):
+                here = pick(rows, benchmark=part, batch=batch, gamma=gamma, metric="net_time")
+                found = sorted((int(r["vocab"]), float(r["p50"])) for r in here)
+                label = part.removeprefix("verify_").replace("recover", "accept and recover")
+                axes.plot(*zip(*found, strict=True), marker="o^s"[i], color=PALETTE[i], label=label)
+            axes.set(xlabel="V", title=f"batch {batch}", ylim=(0, None))
+        panels[0].set_ylabel("net microseconds")
+        panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def skip_figure(bound, score, best: float) -> Figure:
+    """Each id's score against its bound, and what a race need not look at.
+
+    Args: bound, score, best: p over the uniform, weight over E, [vocab] each; the best score.
+    """
+    with style():
+        figure = Figure(figsize=(7.5, 3), layout="constrained")
+        axes = figure.subplots()
+        alive = (score > 0) & (bound > 0)
+        out = alive & (bound < best)
+        for ids, mark, color, label in ((out, ".", "0.7", "cannot win"), (alive & ~out, "o", PALETTE[3], "looked at")):
+            axes.plot(bound[ids], score[ids], mark, color=color, markersize=4, label=f"{label}: {int(ids.sum())} ids")
+        ends = [float(bound[alive].min()), float(bound[alive].max())]
+        axes.plot(ends, ends, "k:", linewidth=1, label="score = bound")
+        axes.axvline(best, color=PALETTE[0], linestyle="--", label="the winning score")
+        axes.set(xscale="log", yscale="log", xlabel="bound: p / uniform", ylabel="score: weight / E")
+        axes.legend(frameon=False, fontsize=8)
     return figure

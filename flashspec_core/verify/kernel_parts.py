@@ -209,37 +209,35 @@ def _race(
 
 
 @triton.jit
-def _key(x):
-    """An int32 that orders as the float does."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _above(row_ptr, vocab, key, floor, scale, most, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many ids lie above a key, or what they weigh; NaN lies nowhere."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        x = _logits(row_ptr + v, v < vocab, floor)
-        weight = 1.0
-        if MASS:
-            weight = tl.exp2((x - most) * (scale * LOG2E))
-        total += tl.where((x > float("-inf")) & (_key(x) > key), weight, 0.0)
-    return tl.sum(total)
-
-
-@triton.jit
 def _lowest(row_ptr, vocab, limit, floor, scale, most, MASS: tl.constexpr, SKIP: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest logit above which there is less than the limit, by halving the float's own bits."""
-    low, high = _key(most * 0 + float("-inf")) >> SKIP, _key(most) >> SKIP
+    """The lowest logit above which less than the limit lies, by halving the float's own bits.
+
+    MASS: the limit is a share of what all ids from the floor on weigh; else a number of ids. NaN lies nowhere.
+    """
+    bits = most.to(tl.int32, bitcast=True)  # as an integer that orders as the float does, -0 as 0
+    high = (tl.where(most == 0, 0, bits) ^ ((bits >> 31) & 0x7FFFFFFF)) >> SKIP
+    low = tl.full([], -2139095041, tl.int32) >> SKIP  # of -inf
+    middle, whole = low, tl.full([], 0.0 if MASS else 1.0, tl.float32)
+    nothing = tl.zeros([BLOCK], tl.float32)
     while low < high:
-        middle = (low & high) + ((low ^ high) >> 1)
-        key = (middle << SKIP) | ((1 << SKIP) - 1)
-        if _above(row_ptr, vocab, key, floor, scale, most, MASS, BLOCK) < limit:
+        total = nothing
+        for start in range(0, vocab, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            x = tl.load(row_ptr + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+            own = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+            above = (x >= floor) & (((own ^ ((own >> 31) & 0x7FFFFFFF)) >> SKIP) > middle)
+            weight = 1.0
+            if MASS:
+                weight = tl.exp2((x - most) * (scale * LOG2E))
+            total += tl.where(above, weight, 0.0)
+        weighed = tl.sum(total)
+        if whole == 0.0:  # the first round weighs all: at least the largest, which weighs 1
+            whole = weighed
+        elif weighed < limit * whole:
             high = middle
         else:
             low = middle + 1
+        middle = (low & high) + ((low ^ high) >> 1)
     key = low << SKIP
     if low < 0:
         key = key | ((1 << SKIP) - 1)

@@ -13,7 +13,6 @@ from flashspec_core.verify.kernel_parts import (
     LN2,
     LOG2E,
     NO_ID,
-    _above,
     _argmax,
     _excess_sum,
     _finite,
@@ -65,9 +64,7 @@ def _floors_kernel(
             if top_k < size:
                 floor = _lowest(row_ptr, size, top_k, floor, scale, most, False, SKIP, BLOCK)
             if top_p < 1:
-                bottom = tl.full([1], -2147483648, tl.int32)
-                whole = _above(row_ptr, size, tl.sum(bottom), floor, scale, most, True, BLOCK)
-                lowest = _lowest(row_ptr, size, top_p * whole, floor, scale, most, True, SKIP, BLOCK)
+                lowest = _lowest(row_ptr, size, top_p, floor, scale, most, True, SKIP, BLOCK)
                 floor = tl.maximum(floor, lowest)
             if log_min_p > float("-inf"):
                 limit, lowest = tl.div_rn(most, temperature) + log_min_p, most
