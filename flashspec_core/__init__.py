@@ -12,7 +12,8 @@ __version__ = "0.1.0"
 _HOME = {
     "records": "Arm Draft DecodeStep Feedback Generation PLACEHOLDER_TOKEN_ID Sampling VerifyResult",
     "verify": "verify",
-    "bandits": "FixedArm Replay ThompsonSampling UCB1",
+    "bandits": "DiscountedThompson DiscountedUCB FullInformation SlidingWindowUCB ThompsonSampling UCB1",
+    "policies": "Contextual FixedArm Oracle Replay policy_from_json policy_to_json",
     "engine.chat": "Chat",
     "engine.decode": "RowError generate stream",
     "engine.drafters": "EarlyExitDrafter ModelDrafter NGramDrafter",

@@ -176,7 +176,7 @@ class DecodeStep:
         num_draft_tokens, num_accepted: tokens drafted for this row, and how many stood.
         token_ids: the ids emitted: accepted ones, then the recovered or bonus token, cut where the row ended.
         text: the characters that these ids completed; over all steps they concatenate to `Generation.text`.
-        reward: the step's accepted fraction (0 where nothing was drafted), of this row.
+        reward: of this row, what the policy learnt from; see generate's `reward`.
         tokens_per_second: emitted over step_seconds, of this row.
         step_seconds, draft_seconds, verify_seconds: of the whole step; verify includes the target's pass.
         num_prefilled: prompt tokens read in this step (its time holds the prefill), 0 after the first.
@@ -204,6 +204,11 @@ class DecodeStep:
     target_logprobs: list[float] | None = None
     draft_logprobs: list[float] | None = None
     log_uniforms: list[float] | None = None
+
+    @property
+    def accepted_fraction(self) -> float:
+        """Accepted over drafted tokens, 0 where nothing was drafted."""
+        return self.num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def tokens_per_second(self) -> float:

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "flashspec_core"
 MODULES = sorted(CORE.rglob("*.py"))
-FLOOR = {"records": 0, "noise": 1, "verify": 2, "bandits": 2, "engine": 3, "lab": 4}
+FLOOR = {"records": 0, "noise": 1, "verify": 2, "bandits": 2, "policies": 2.5, "engine": 3, "lab": 4}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

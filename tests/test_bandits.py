@@ -79,7 +79,7 @@ def test_rewards_outside_0_1_are_refused_and_leave_no_trace(policy_class, reward
 @COUNTING
 @pytest.mark.parametrize("num_arms", [0, -1])
 def test_no_arms_is_refused(policy_class, num_arms):
-    with pytest.raises(ValueError, match=f"num_arms must be at least 1, got {num_arms}"):
+    with pytest.raises(ValueError, match=f"num_arms must be a whole number >= 1, got {num_arms}"):
         policy_class(num_arms=num_arms)
 
 
@@ -146,24 +146,145 @@ def test_thompson_repeats_from_its_seed_and_owns_its_generator():
     assert choices(3) == first and choices(4) != first and set(first) == {0, 1, 2, 3}
 
 
-def test_replay_gives_the_arms_in_order_and_says_when_they_end():
-    policy = fs.Replay(np.array([2, 0, 1]))
-    for arm in (2, 0, 1):
-        chosen = policy.select_arm()
-        policy.update(0, 1.0)
-        assert chosen == arm and type(chosen) is int
-    with pytest.raises(ValueError, match="Replay holds 3 arms, and one more step was asked for"):
-        policy.select_arm()
+EVERY = {
+    "UCB1": lambda **o: fs.UCB1(3, **o),
+    "sliding window": lambda **o: fs.SlidingWindowUCB(3, window=7, **o),
+    "discounted UCB": lambda **o: fs.DiscountedUCB(3, discount=0.9, **o),
+    "Thompson": lambda **o: fs.ThompsonSampling(3, **o),
+    "discounted Thompson": lambda **o: fs.DiscountedThompson(3, discount=0.9, **o),
+    "full information": lambda **o: fs.FullInformation(3, discount=0.9, **o),
+}
+every = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
 
 
-def test_fixed_arm_learns_nothing():
-    policy = fs.FixedArm(2, num_arms=3)
+def feedback(step, rewards=None, accepted=0, rejected=0, context=None):
+    return fs.Feedback(step, 4, accepted, rejected, rewards, context)
+
+
+def test_sliding_window_by_hand():
+    # the last 3 of (0, 1), (1, 0), (1, .5), (0, 0): n = (1, 2), s = (0, .5); .5 ln min(4, 3) = .5493
+    policy = fs.SlidingWindowUCB(2, window=3)
+    for arm, reward in ((0, 1.0), (1, 0.0), (1, 0.5), (0, 0.0)):
+        policy.update(arm, reward)
+    assert policy.pulls.tolist() == [1, 2] and policy.reward_sums.tolist() == [0, 0.5]
+    np.testing.assert_allclose(policy.index(), [0.7412, 0.25 + 0.5241], atol=6e-5)
+
+
+def test_a_window_is_global_in_time():
+    # a window of each arm's own would never age an arm that is not pulled
+    policy = fs.SlidingWindowUCB(2, window=5)
     policy.update(0, 1.0)
-    assert policy.select_arm(context=[1]) == 2 and policy.num_arms == 3
-    assert fs.FixedArm(5).num_arms is None
+    for _ in range(5):
+        policy.update(1, 1.0)
+    assert policy.pulls.tolist() == [0, 5] and policy.select_arm() == 0
 
 
-@pytest.mark.parametrize("arm, num_arms", [(-1, None), (-1, 3), (3, 3)])
-def test_fixed_arm_refuses_arms_that_are_not_there(arm, num_arms):
-    with pytest.raises(ValueError, match=rf"arm must lie in 0\.\..*, got {arm}"):
-        fs.FixedArm(arm, num_arms)
+def test_discounted_ucb_by_hand():
+    # discount .5: n = (.25, 1.5), s = (.25, .5), N = 1.75; .5 ln 1.75 = .27981
+    policy = fs.DiscountedUCB(2, discount=0.5)
+    for arm, reward in ((0, 1.0), (1, 1.0), (1, 0.0)):
+        policy.update(arm, reward)
+    assert policy.pulls.tolist() == [0.25, 1.5] and policy.reward_sums.tolist() == [0.25, 0.5]
+    np.testing.assert_allclose(policy.index(), [1 + 1.05795, 1 / 3 + 0.43191], atol=6e-5)
+
+
+def test_discounted_posterior_by_hand():
+    # every arm fades, the prior's ones do not: S = (.25, .5), F = (0, 1) after (0, 1), (1, 1), (1, 0) at .5
+    policy = fs.DiscountedThompson(2, discount=0.5)
+    for arm, reward in ((0, 1.0), (1, 1.0), (1, 0.0)):
+        policy.update(arm, reward)
+    assert policy.reward_sums.tolist() == [0.25, 0.5]
+    assert (policy.pulls - policy.reward_sums).tolist() == [0, 1]
+
+
+def test_thompson_may_learn_from_tested_tokens():
+    # 3 of 4 drafted stood: three passed, one was seen to fail; all 4 stood: nothing failed; nothing drafted: no news
+    policy = fs.ThompsonSampling(2, tokens=True)
+    for accepted, rejected in ((3, 1), (4, 0), (0, 0)):
+        policy.update(0, accepted / 4, feedback(0, accepted=accepted, rejected=rejected))
+    assert policy.reward_sums.tolist() == [7, 0] and policy.pulls.tolist() == [8, 0]
+
+
+def test_full_information_follows_the_leader_and_breaks_ties_at_random():
+    policy = fs.FullInformation(3)
+    assert {policy.select_arm() for _ in range(60)} == {0, 1, 2}
+    policy.update(0, 0.2, feedback(0, [0.2, 0.6, 0.6]))
+    assert {policy.select_arm() for _ in range(60)} == {1, 2}
+    policy.update(1, 0.6, feedback(1, [None, 0.6, 1.0]))  # arm 0 was not scored
+    assert policy.select_arm() == 2
+    np.testing.assert_allclose(policy.pulls, [0.99, 1.99, 1.99])
+    with pytest.raises(ValueError, match="expected feedback.rewards"):
+        policy.update(0, 0.5, feedback(2, [0.5, 2.0, 0.1]))
+    policy.update(2, 0.0)  # a round in which the played arm alone was scored
+    assert policy.pulls[2] > policy.pulls[1]
+
+
+@every
+def test_every_arm_is_explored(make):
+    policy = make()
+    chosen = []
+    for t in range(120):
+        chosen.append(policy.select_arm())
+        policy.update(chosen[-1], 0.5, feedback(t))
+    assert set(chosen) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", ["UCB1", "sliding window", "discounted UCB"])
+def test_permuting_arms_permutes_pulls(name):
+    means, order = np.array([0.2, 0.55, 0.9]), [2, 0, 1]
+    pulls = []
+    for permuted in (means, means[order]):
+        policy = EVERY[name]()
+        for arm in range(3):  # first tries go by index; give both the same start
+            policy.update(arm, permuted[arm])
+        for _ in range(300):
+            arm = policy.select_arm()
+            policy.update(arm, permuted[arm])
+        pulls.append(policy.chosen)
+    np.testing.assert_allclose(pulls[0][order], pulls[1], atol=12)  # ties and the window's start differ
+
+
+@every
+def test_late_feedback_leaves_the_state_of_timely_feedback_shifted(make):
+    rng = np.random.default_rng(0)
+    rounds = [(int(rng.integers(3)), float(rng.random()), feedback(t, rng.random(3).tolist())) for t in range(40)]
+    timely, late = make(), make()
+    for t, one in enumerate(rounds):
+        if t >= 3:
+            late.update(*rounds[t - 3])
+        if t < 37:
+            timely.update(*one)
+    for name in ("pulls", "reward_sums"):
+        np.testing.assert_array_equal(getattr(timely, name), getattr(late, name))
+
+
+@pytest.mark.parametrize("make", [EVERY["UCB1"], EVERY["Thompson"]])
+def test_feedback_may_come_out_of_order(make):
+    rounds = [(0, 0.5), (1, 0.25), (0, 1.0), (2, 0.0)]
+    one, other = make(), make()
+    for arm, reward in rounds:
+        one.update(arm, reward)
+    for arm, reward in reversed(rounds):
+        other.update(arm, reward)
+    assert np.array_equal(one.pulls, other.pulls) and np.array_equal(one.reward_sums, other.reward_sums)
+
+
+def test_before_any_feedback_untried_arms_take_turns():
+    policy = fs.UCB1(3)
+    assert [policy.select_arm() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("arm", [-1, 3])
+@every
+def test_an_arm_that_is_none_is_refused(make, arm):
+    with pytest.raises(ValueError, match="an arm must lie in 0..2"):
+        make().update(arm, 0.5)
+
+
+@pytest.mark.parametrize("discount", [0, 1.01, -0.5])
+def test_a_discount_outside_its_range_is_refused(discount):
+    for kind in (fs.DiscountedUCB, fs.DiscountedThompson, fs.FullInformation):
+        with pytest.raises(ValueError, match="discount must lie in"):
+            kind(2, discount=discount)
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        fs.SlidingWindowUCB(2, window=0)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 import weakref
 
 import pytest
@@ -265,3 +266,46 @@ def test_soak(tiny, tiny_draft):
             gc.collect()
             sizes.append(resident_mib())
     assert sizes[-1] - sizes[len(sizes) // 2] < 40, f"resident MiB over time: {sizes}"
+
+
+class Listener(fs.UCB1):
+    """Plays its arms in turn and keeps what it is told."""
+
+    def __init__(self, num_arms):
+        super().__init__(num_arms)
+        self.heard = []
+
+    def select_arm(self, context=None):
+        return len(self.heard) % self.num_arms
+
+    def update(self, arm, reward, feedback=None):
+        self.heard.append((arm, reward, feedback.step))
+        super().update(arm, reward, feedback)
+
+
+def test_a_policy_learns_the_accepted_fraction_unless_told_otherwise(llama):
+    truth = greedy_ids(llama, [5, 6], 24)
+    right = scripted([5, 6, *truth])
+    policy = Listener(2)
+    outs = fs.generate(llama, [right, fs.Arm(None)], [[5, 6], [5, 6]], policy=policy, gamma=3, max_new_tokens=12)
+    for step in outs[0].steps:
+        assert step.reward == step.accepted_fraction == (1.0 if step.arm == 0 and step.num_draft_tokens else 0.0)
+    assert [reward for _, reward, _ in policy.heard] == [step.reward for step in outs[0].steps]
+
+
+def test_tokens_per_second_as_reward_is_scaled_and_leaves_out_the_prompts_step(llama):
+    # the same texts, and the arm that waits pays less although it accepts just as much
+    truth = greedy_ids(llama, [5, 6], 40)
+    fast, slow = scripted([5, 6, *truth]), scripted([5, 6, *truth])
+    quick = slow.draft
+    slow.draft = lambda *arguments: (time.sleep(0.1), quick(*arguments))[1]
+    policy = Listener(2)
+    out = fs.generate(
+        llama, [fast, slow], [5, 6], policy=policy, gamma=2, max_new_tokens=30, reward="tokens_per_second"
+    )
+    assert [step for _, _, step in policy.heard] == list(range(1, len(out.steps)))
+    rewards = {arm: [r for a, r, _ in policy.heard if a == arm] for arm in (0, 1)}
+    assert max(rewards[1]) < min(1.0, max(rewards[0])) and all(0 < r <= 1 for r in rewards[0] + rewards[1])
+    assert max(rewards[0]) == 1.0 and {step.accepted_fraction for step in out.steps[:-1]} == {1.0}
+    with pytest.raises(ValueError, match="reward must be one of .*, got 'speed'"):
+        fs.generate(llama, fast, [5, 6], reward="speed")

@@ -16,6 +16,9 @@ ANSWERS = {
     "02-a": (4096, "4096", 512, "many"),
     "02-b": (1.8, 9 / 5, 2.0, "half"),
     "02-c": ("look", " Look", "yes", 2),
+    "04-a": (1.207, "1.2070", 0.6, "wide"),
+    "04-b": ("UCB1", " ucb1", "Thompson", 1),
+    "04-c": ("asymptotic", "Asymptotic ", "violated", 2),
 }
 
 

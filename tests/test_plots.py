@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 
 import flashspec_core as fs
@@ -89,3 +90,31 @@ def test_power_and_token_figures_draw_what_they_are_given():
     assert left.lines[0].get_ydata() == pytest.approx([1.75, 3.0508], abs=1e-4)  # (1 - a^(g + 1)) / (1 - a)
     assert right.lines[0].get_ydata() == pytest.approx([0.75, 0.5127], abs=1e-4)
     assert list(left.lines[1].get_ydata()) == [3.1] and list(right.lines[2].get_ydata()) == [0.52]
+
+
+def labels(figure):
+    """Every text of a figure."""
+    texts = [t.get_text() for axes in figure.axes for t in (*axes.texts, axes.title, *axes.get_xticklabels())]
+    legends = [legend for owner in (figure, *figure.axes) for legend in [getattr(owner, "legend_", None)] if legend]
+    legends += figure.legends
+    return " ".join(texts + [t.get_text() for legend in legends for t in legend.get_texts()])
+
+
+def test_kernel_figures_show_what_is_stored():
+    rows = bench.read_rows(bench.RESULTS / "kernels.csv")
+    shown = labels(plots.step_figure(rows))
+    for word in ("V = 32,000", "V = 128,256", "vllm-0.32", "flashspec_core", "torch-compiled", "bytes"):
+        assert word in shown
+    assert "accept and recover" in labels(plots.parts_figure(rows, gamma=8))
+    few = plots.skip_figure(np.array([0.5, 2.0, 0.1]), np.array([0.4, 1.5, 0.1]), 1.5)
+    assert "cannot win: 2 ids" in labels(few) and "looked at: 1 ids" in labels(few)
+
+
+def test_regret_figures_name_every_policy_and_ring_the_best():
+    curves = {"UCB1": np.cumsum(np.ones((50, 4)), axis=0), "Thompson": np.ones((50, 4))}
+    shown = labels(plots.regret_figure(curves, {"proven": 40.0}, change=25))
+    assert "UCB1" in shown and "Thompson" in shown and "proven" in shown
+    matrix = plots.world_matrix({"UCB1": {"still": 100.0, "swap": 150.0}, "Thompson": {"still": 19.0, "swap": 899.0}})
+    ringed = {t.get_text() for t in matrix.axes[0].texts if t.get_bbox_patch()}
+    assert ringed == {"19", "150"}
+    assert "UCB1" in labels(plots.best_arm_figure({"UCB1": np.ones(500)}, 250))

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import torch
 
-from flashspec_core.bandits import UCB1, FixedArm
+from flashspec_core.bandits import UCB1
 from flashspec_core.engine.checks import as_arms, check_same_tokenizer, row_seeds
 from flashspec_core.engine.drafters import DraftContext
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.engine.text import TextStream, encode_prompts
 from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
+from flashspec_core.policies import FixedArm
 from flashspec_core.records import DecodeStep, Draft, Feedback, Generation, Sampling, check_gamma
 from flashspec_core.verify import METHODS, check_draft, check_normalised, decide
 from flashspec_core.verify.logits import row_samplings
@@ -30,6 +31,7 @@ def generate(
     *,
     policy=None,
     gamma: int = 4,
+    reward: str = "accepted_fraction",
     method: str = "token",
     sampling=Sampling(),  # noqa: B008 - frozen
     max_new_tokens: int = 128,
@@ -51,6 +53,9 @@ def generate(
         prompt: text, chat messages, ids, or a list of prompts.
         policy: a bandits.Policy; None: FixedArm(0) for one arm, else UCB1.
         gamma: drafted tokens a step, for arms that do not say.
+        reward: what the policy learns from: "accepted_fraction" (0 where nothing was drafted), or "tokens_per_second":
+            a step's emitted tokens over its time, as a share of the fastest step so far; the first step, which reads
+            the prompt, is then not learnt from.
         method: "token", "block", or "coupled": the text then hangs on the row seed alone, whatever drafts.
         sampling: one Sampling, or one a row; default greedy.
         max_new_tokens: at least 1; never overshot.
@@ -82,6 +87,9 @@ def stream(target, arms, prompt, **options):
     Raises: ValueError, RowError: as `generate`; arguments are checked at the call.
     """
     return Run(target, arms, prompt, **options).steps()
+
+
+REWARDS = ("accepted_fraction", "tokens_per_second")
 
 
 class RowError(ValueError):
@@ -121,6 +129,8 @@ class Run:
         o = SimpleNamespace(**{**generate.__kwdefaults__, **options})
         if o.method not in METHODS:
             raise ValueError(f"method must be one of {METHODS}, got {o.method!r}")
+        if o.reward not in REWARDS:
+            raise ValueError(f"reward must be one of {REWARDS}, got {o.reward!r}")
         if isinstance(o.max_new_tokens, bool) or not hasattr(o.max_new_tokens, "__index__") or o.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be a whole number >= 1, got {o.max_new_tokens!r}")
         if o.max_seconds is not None and not o.max_seconds > 0:
@@ -148,7 +158,7 @@ class Run:
             self.rows.append(_Row(i, list(ids), len(ids), samplings[i], seeds[i], end, text))
         self.target, self.options, self.eos = target, o, target.eos_token_ids
         self.keeps_cache = cached is not None
-        self.num_steps, self.workspaces, self.checked = 0, {}, set()
+        self.num_steps, self.fastest, self.workspaces, self.checked = 0, 0.0, {}, set()
 
     def finish(self):
         """Take every step; a Generation, or a list of them for a list of prompts."""
@@ -262,7 +272,14 @@ class Run:
             arm.drafter.commit(context, result)
         num_rejected = sum(r.num_accepted < r.num_draft_tokens for r in records)
         feedback = Feedback(self.num_steps, sum(r.num_draft_tokens for r in records), sum(accepted), num_rejected)
-        self.policy.update(arm_index, fmean(r.reward for r in records), feedback)
+        by_time = self.options.reward == "tokens_per_second"
+        if by_time:
+            rates = [len(record.token_ids) / (time.perf_counter() - start) for record in records]
+            self.fastest = max(self.fastest, *rates) if self.num_steps else 0.0
+            for record, rate in zip(records, rates, strict=True):
+                record.reward = rate / self.fastest if self.fastest else 0.0
+        if self.num_steps or not by_time:
+            self.policy.update(arm_index, fmean(r.reward for r in records), feedback)
         self.num_steps += 1
         seconds = time.perf_counter() - start
         for row, record in zip(rows, records, strict=True):

@@ -66,6 +66,21 @@ EXERCISES = {
         "Compare p / u, the bound, with the best score: a bound can rule an id out, but never make it the winner.",
         "Its bound is 10, above 2, so it may win; its E is at least u, and only E itself decides.",
     ),
+    "04-a": Exercise(
+        1.207,
+        "The mean plus sqrt(2 ln t / n), with t = 100 rounds and n = 25 pulls; ln is the natural logarithm.",
+        ".6 + sqrt(2 x 4.605 / 25): a quarter of the rounds still leaves a wide bound.",
+    ),
+    "04-b": Exercise(
+        "UCB1",
+        "Whose belief has become so narrow that it hardly ever tries what it thinks is worse?",
+        "UCB1's bound grows with ln t for arms that are not played, so it comes back to them.",
+    ),
+    "04-c": Exercise(
+        "asymptotic",
+        "Does the theorem speak of a finite run, or of the limit of many rounds?",
+        "It gives the rate as T goes to infinity; a finite run may lie below rate times ln T.",
+    ),
 }
 
 

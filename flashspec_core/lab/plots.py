@@ -10,6 +10,7 @@ import html
 import io
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("agg", force=False)
 import seaborn as sns  # noqa: E402
@@ -272,7 +273,9 @@ def step_figure(rows, gamma: int = 4) -> Figure:
             axes.set_xticks(xs, [f"{x:g}" for x in xs])
             axes.minorticks_off()
         panels[0].set_ylabel("microseconds a step")
-        panels[0].legend(frameon=False, fontsize=7)
+        figure.legend(
+            *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8
+        )
     return figure
 
 
@@ -293,7 +296,9 @@ def parts_figure(rows, gamma: int = 4) -> Figure:
                 found = sorted((int(r["vocab"]), float(r["p50"])) for r in here)
                 label = part.removeprefix("verify_").replace("recover", "accept and recover")
                 axes.plot(*zip(*found, strict=True), marker="o^s"[i], color=PALETTE[i], label=label)
-            axes.set(xlabel="V", title=f"batch {batch}", ylim=(0, None))
+            axes.set(xlabel="V", title=f"batch {batch}", xscale="log", yscale="log")
+            axes.set_xticks([int(r["vocab"]) for r in here], [f"{int(r['vocab']) // 1000}k" for r in here])
+            axes.minorticks_off()
         panels[0].set_ylabel("net microseconds")
         panels[0].legend(frameon=False, fontsize=8)
     return figure
@@ -315,5 +320,75 @@ def skip_figure(bound, score, best: float) -> Figure:
         axes.plot(ends, ends, "k:", linewidth=1, label="score = bound")
         axes.axvline(best, color=PALETTE[0], linestyle="--", label="the winning score")
         axes.set(xscale="log", yscale="log", xlabel="bound: p / uniform", ylabel="score: weight / E")
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def regret_figure(curves: dict, lines: dict, change: int | None = None) -> Figure:
+    """Regret over rounds: the mean of all seeds, and the middle 80 % of them; bounds as lines.
+
+    Args:
+        curves: name -> [horizon, num_seeds] regret so far.
+        lines: label -> value at the horizon, drawn across.
+        change: a round to mark.
+    """
+    with style():
+        figure = Figure(figsize=(7.5, 3.2), layout="constrained")
+        axes = figure.subplots()
+        for i, (name, regret) in enumerate(curves.items()):
+            every = max(1, len(regret) // 400)
+            rounds = range(0, len(regret), every)
+            line, low_high = ("-", "--", "-.", ":")[i % 4], np.quantile(regret[::every], [0.1, 0.9], axis=1)
+            axes.plot(rounds, regret[::every].mean(1), color=PALETTE[i], linestyle=line, label=name)
+            axes.fill_between(rounds, *low_high, color=PALETTE[i], alpha=0.15)
+        for i, (label, value) in enumerate(lines.items()):
+            axes.axhline(value, color="0.4", linestyle=(0, (1 + 2 * i, 2)), linewidth=1)
+            axes.annotate(label, (0, value), fontsize=8, va="bottom")
+        if change is not None:
+            axes.axvline(change, color="0.4", linewidth=1)
+        axes.set(xlabel="round", ylabel="regret")
+        axes.legend(frameon=False, fontsize=8, loc="center right")
+    return figure
+
+
+def world_matrix(table: dict) -> Figure:
+    """Mean regret of each policy in each world; darker is worse within a world, the best one is ringed.
+
+    Args: table: policy -> {world: mean regret}.
+    """
+    worlds = list(next(iter(table.values())))
+    with style():
+        figure = Figure(figsize=(7.5, 0.34 * len(table) + 0.8), layout="constrained")
+        axes = figure.subplots()
+        values = [[table[policy][world] for world in worlds] for policy in table]
+        best = [min(column) for column in zip(*values, strict=True)]
+        shade = [[np.log(v / b) for v, b in zip(row, best, strict=True)] for row in values]
+        axes.imshow(shade, cmap="Greys", aspect="auto", vmin=0, vmax=6)
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                ring = dict(boxstyle="round", facecolor="none", edgecolor=PALETTE[3]) if value == best[x] else None
+                ink = "k" if shade[y][x] < 3 else "w"
+                axes.text(x, y, f"{value:.0f}", ha="center", va="center", bbox=ring, color=ink)
+        axes.set_xticks(range(len(worlds)), worlds)
+        axes.set_yticks(range(len(table)), list(table))
+        axes.xaxis.tick_top()
+        axes.grid(visible=False)
+    return figure
+
+
+def best_arm_figure(shares: dict, change: int) -> Figure:
+    """How often each policy plays the best arm of the moment.
+
+    Args: shares, change: name -> [horizon] share of seeds; the round of the change.
+    """
+    with style():
+        figure = Figure(figsize=(7.5, 3), layout="constrained")
+        axes = figure.subplots()
+        for i, (name, share) in enumerate(shares.items()):
+            smooth = np.convolve(share, np.ones(100) / 100, mode="valid")[::25]
+            line = ("-", "--", "-.", ":")[i % 4]
+            axes.plot(np.arange(len(smooth)) * 25 + 100, smooth, color=PALETTE[i], linestyle=line, label=name)
+        axes.axvline(change, color="0.4", linewidth=1)
+        axes.set(xlabel="round (mean of the last 100)", ylabel="share that plays the best arm", ylim=(-0.02, 1.02))
         axes.legend(frameon=False, fontsize=8)
     return figure
