@@ -343,7 +343,7 @@ def regret_figure(curves: dict, lines: dict, change: int | None = None) -> Figur
             axes.fill_between(rounds, *low_high, color=PALETTE[i], alpha=0.15)
         for i, (label, value) in enumerate(lines.items()):
             axes.axhline(value, color="0.4", linestyle=(0, (1 + 2 * i, 2)), linewidth=1)
-            axes.annotate(label, (0, value), fontsize=8, va="bottom")
+            axes.annotate(label, (len(regret) * (0.05 + 0.3 * (i % 3)), value), fontsize=8, va="bottom")
         if change is not None:
             axes.axvline(change, color="0.4", linewidth=1)
         axes.set(xlabel="round", ylabel="regret")
