@@ -1,39 +1,10 @@
-"""lab/plots.py: fates readable without colour, pieces that add up, figures with words."""
-
-import re
+"""lab/plots.py: figures with words, and the numbers that they are given."""
 
 import numpy as np
 import pytest
 
-import flashspec_core as fs
-from flashspec_core.lab import bench, fit, plots
-
-
-@pytest.fixture(scope="module")
-def copied(smollm2):
-    prompt = smollm2.tokenizer("1 2 3 4 5 <b> é 1 2 3 4 5 <b> é 1 2 3").input_ids
-    return fs.generate(smollm2, fs.Arm(fs.NGramDrafter(), 4), prompt, max_new_tokens=24)
-
-
-def test_pieces_concatenate_to_the_text_and_carry_each_tokens_fate(copied, smollm2):
-    pieces = plots.token_pieces(copied, smollm2.tokenizer)
-    assert "".join(piece for piece, _ in pieces) == copied.text
-    assert [fate for _, fate in pieces] == [fate for step in copied.steps for fate in step.fates]
-    assert "accepted" in {fate for _, fate in pieces}
-
-
-def test_html_is_escaped_and_marks_what_colour_says(copied, smollm2):
-    page = plots.fate_html(copied, smollm2.tokenizer, "a <title>")
-    assert "<b>a &lt;title&gt;</b>" in page and "<b>é" not in page
-    for fate in {fate for step in copied.steps for fate in step.fates} - {"accepted"}:
-        assert plots.FATES[fate][1] in page and plots.FATES[fate][2] in page
-    shown = re.sub(r"<sup.*?</sup>|<[^>]+>", "", page.split("<pre")[1].split(">", 1)[1].split("</pre>")[0])
-    assert shown.replace("\u21b5", "").replace("&lt;", "<").replace("&gt;", ">") == copied.text
-
-
-def test_marks_differ_without_colour():
-    marks = [(bool(colour), mark) for colour, mark, _ in plots.FATES.values()]  # underlined or not, and the sign
-    assert len(set(marks)) == len(marks)
+from flashspec_core.lab import bench, fit, live, plots
+from flashspec_core.records import DecodeStep
 
 
 def test_speed_figure_has_units_ratios_and_the_device():
@@ -118,3 +89,12 @@ def test_regret_figures_name_every_policy_and_ring_the_best():
     ringed = {t.get_text() for t in matrix.axes[0].texts if t.get_bbox_patch()}
     assert ringed == {"19", "150"}
     assert "UCB1" in labels(plots.best_arm_figure({"UCB1": np.ones(500)}, 250))
+
+
+def test_the_live_panels_twin_draws_its_history():
+    monitor = live.AcceptanceMonitor(["n-gram", "off"])
+    monitor.add(DecodeStep(0, 0, 0, "n-gram", 4, 4, 2, [1, 2, 3], "", 0.5, 0.1))
+    left, middle, right = plots.monitor_figure(monitor).axes
+    assert list(left.lines[0].get_ydata()) == [2 / 3]
+    assert [bar.get_height() for bar in middle.patches] == [1, 1, 0, 0]
+    assert [bar.get_width() for bar in right.patches] == [1, 0]

@@ -66,6 +66,21 @@ EXERCISES = {
         "Compare p / u, the bound, with the best score: a bound can rule an id out, but never make it the winner.",
         "Its bound is 10, above 2, so it may win; its E is at least u, and only E itself decides.",
     ),
+    "03-a": Exercise(
+        3,
+        "Tests go from left to right and end at the first token that falls; that one was tested too.",
+        "Two stood and the third fell: the fourth was never looked at.",
+    ),
+    "03-b": Exercise(
+        "speed",
+        "What does the target's argmax depend on: on the words so far, or on who proposed the next one?",
+        "The target decides every token; drafters decide only how many it settles in a pass.",
+    ),
+    "03-c": Exercise(
+        "stand",
+        "Compare u with p / q.",
+        "p / q = .8, and .75 lies below it.",
+    ),
     "04-a": Exercise(
         1.207,
         "The mean plus sqrt(2 ln t / n), with t = 100 rounds and n = 25 pulls; ln is the natural logarithm.",

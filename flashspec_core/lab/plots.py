@@ -1,4 +1,4 @@
-"""Every figure and coloured text; the only file that imports matplotlib and seaborn.
+"""Every figure; the only file that imports matplotlib and seaborn.
 
 Colours are seaborn's colour-blind palette, and nothing is told by colour alone. It measures nothing.
 """
@@ -6,7 +6,6 @@ Colours are seaborn's colour-blind palette, and nothing is told by colour alone.
 from __future__ import annotations
 
 import base64
-import html
 import io
 
 import matplotlib
@@ -16,71 +15,15 @@ matplotlib.use("agg", force=False)
 import seaborn as sns  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from flashspec_core.engine.text import TextStream  # noqa: E402
 from flashspec_core.lab.bench import pick  # noqa: E402
 
 QUANTILES = ("p20", "p50", "p80")
 PALETTE = sns.color_palette("colorblind").as_hex()
-FATES = {  # colour, mark in front of the token, and words for the legend; plain text stays bare, all others underlined
-    "accepted": (PALETTE[2], "", "accepted: drafted, and the target agreed"),
-    "recovered": (PALETTE[1], "\u25be", "recovered: the target's own token where a draft fell"),
-    "bonus": (PALETTE[0], "+", "bonus: one more from the target where all drafts stood"),
-    "plain": ("", "", "plain: nothing was drafted"),
-}
 
 
 def style():
     """The one style of all figures, as a context manager."""
     return sns.axes_style("whitegrid", {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
-
-
-def token_pieces(generation, tokenizer) -> list[tuple[str, str]]:
-    """What each token added to the text, and its fate.
-
-    Args:
-        generation: a Generation.
-        tokenizer: that made its ids.
-
-    Returns:
-        (piece, fate) a token; the pieces concatenate to the text.
-    """
-    stream = TextStream(tokenizer)
-    pieces = []
-    for step in generation.steps:
-        for token_id, fate in zip(step.token_ids, step.fates, strict=True):
-            stream.push(token_id)
-            pieces.append((stream.piece(), fate))
-    return pieces
-
-
-def fate_html(generation, tokenizer, title: str = "") -> str:
-    """The text, each token coloured and marked by its fate: readable without colour.
-
-    Args:
-        generation: a Generation.
-        tokenizer: that made its ids.
-        title: a line above.
-
-    Returns:
-        HTML that needs no script.
-    """
-    spans = []
-    for piece, fate in token_pieces(generation, tokenizer):
-        colour, mark, words = FATES[fate]
-        sup = f"<sup aria-hidden='true'>{mark}</sup>" if mark else ""
-        weight = "normal" if fate in ("accepted", "plain") else "bold"
-        shown = html.escape(piece).replace("\n", "\u21b5\n")
-        line = f"background:{colour}22;border-bottom:2px solid {colour};" if colour else ""
-        spans.append(f"<span title='{words}' style='{line}font-weight:{weight}'>{sup}{shown}</span>")
-    used = [f for f in FATES if any(f == fate for _, fate in token_pieces(generation, tokenizer))]
-    legend = " &nbsp; ".join(
-        f"<span style='border-bottom:2px solid {FATES[f][0] or 'transparent'}'>{FATES[f][1]} {FATES[f][2]}</span>"
-        for f in used
-    )
-    return (
-        f"<div class='flashspec-fates'><b>{html.escape(title)}</b>"
-        f"<pre style='white-space:pre-wrap;line-height:1.7'>{''.join(spans)}</pre><small>{legend}</small></div>"
-    )
 
 
 def speed_figure(rows) -> Figure:
@@ -391,4 +334,46 @@ def best_arm_figure(shares: dict, change: int) -> Figure:
         axes.axvline(change, color="0.4", linewidth=1)
         axes.set(xlabel="round (mean of the last 100)", ylabel="share that plays the best arm", ylim=(-0.02, 1.02))
         axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def monitor_figure(monitor) -> Figure:
+    """The static twin of the live panel: acceptance over steps, by position, and how often each arm was played.
+
+    Args: monitor: a live.AcceptanceMonitor.
+    """
+    with style():
+        figure = Figure(figsize=(7.5, 2.8), layout="constrained")
+        left, middle, right = figure.subplots(1, 3)
+        left.plot(range(1, len(monitor.rates) + 1), monitor.rates, color=PALETTE[0])
+        for arm, name in enumerate(monitor.arms):
+            at = [i for i, step in enumerate(monitor.steps) if step.arm == arm]
+            left.plot([i + 1 for i in at], [monitor.rates[i] for i in at], "os^Dv"[arm % 5], markersize=4, label=name)
+        left.set(xlabel="step", ylabel="acceptance rate", ylim=(-0.03, 1.03))
+        left.legend(frameon=False, fontsize=7)
+        shares = [accepted / tested if tested else 0.0 for accepted, tested in monitor.by_position]
+        middle.bar(range(1, len(shares) + 1), shares, color=PALETTE[2])
+        middle.set(xlabel="position in the block", ylabel="stood, of those tested", ylim=(0, 1.03))
+        right.barh(range(len(monitor.arms)), monitor.pulls, color=PALETTE[: len(monitor.arms)])
+        right.set_yticks(range(len(monitor.arms)), monitor.arms, fontsize=8)
+        right.set(xlabel="pulls")
+    return figure
+
+
+def stages_figure(found) -> Figure:
+    """The static twin of slow motion: every stage of one verification, one below the other.
+
+    Args: found: from slow.stages.
+    """
+    with style():
+        figure = Figure(figsize=(7.5, 1.7 * len(found)), layout="constrained")
+        for axes, stage in zip(np.atleast_1d(figure.subplots(len(found), 1)), found, strict=True):
+            for i, (name, law) in enumerate(stage.laws.items()):
+                xs = [x + (i - 0.5) * 0.4 for x in range(len(law))]
+                axes.bar(xs, law, 0.38, color=PALETTE[i], hatch=("", "//")[i % 2], edgecolor="w", label=name)
+            words = [f"[{word!r}]" if j == stage.chosen else f"{word!r}" for j, word in enumerate(stage.tokens)]
+            axes.set_xticks(range(len(words)), words, fontsize=8)
+            axes.set_title(stage.title, fontsize=7, loc="left")
+            axes.grid(axis="x", visible=False)
+            axes.legend(frameon=False, fontsize=7)
     return figure
