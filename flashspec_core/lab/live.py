@@ -16,6 +16,7 @@ import ipywidgets as widgets
 from flashspec_core.bandits import UCB1, DiscountedThompson, ThompsonSampling
 from flashspec_core.engine.checks import as_arms
 from flashspec_core.engine.decode import Run
+from flashspec_core.lab.bench import row
 from flashspec_core.lab.fates import fate_html
 from flashspec_core.lab.workloads import PROMPTS
 from flashspec_core.policies import FixedArm
@@ -205,22 +206,28 @@ class LivePanel:
     def __init__(self, target, drafters, plain_tokens_per_second: float | None = None, max_new_tokens: int = 64):
         self.target, self.max_new_tokens, self.plain = target, max_new_tokens, plain_tokens_per_second
         self.drafters = {drafter.name: drafter for drafter in drafters} | {"off": None}
-        wide = widgets.Layout(width="420px")
+        look = dict(layout=widgets.Layout(width="270px"), style={"description_width": "82px"})
         names, domains = tuple(self.drafters), tuple(PROMPTS)
         self.controls = {
-            "domain": widgets.Dropdown(options=domains, description="domain"),
-            "prompt": widgets.Textarea(value=PROMPTS[domains[0]][0], description="prompt", layout=wide),
-            "arms": widgets.SelectMultiple(options=names, value=names, rows=min(5, len(names)), description="arms"),
-            "policy": widgets.Dropdown(options=tuple(POLICIES), description="policy"),
-            "method": widgets.Dropdown(options=METHODS, description="method"),
-            "gamma": widgets.IntSlider(value=4, min=1, max=12, description="gamma"),
-            "temperature": widgets.FloatSlider(value=0.0, min=0.0, max=2.0, step=0.1, description="temperature"),
-            "top_p": widgets.FloatSlider(value=1.0, min=0.05, max=1.0, step=0.05, description="top-p"),
-            "seed": widgets.IntText(value=0, description="seed"),
+            "domain": widgets.Dropdown(options=domains, description="domain", **look),
+            "prompt": widgets.Textarea(value=PROMPTS[domains[0]][0], description="prompt", **look),
+            "arms": widgets.SelectMultiple(
+                options=names, value=names, rows=min(5, len(names)), description="arms", **look
+            ),
+            "policy": widgets.Dropdown(options=tuple(POLICIES), description="policy", **look),
+            "method": widgets.Dropdown(options=METHODS, description="method", **look),
+            "gamma": widgets.IntSlider(value=4, min=1, max=12, description="gamma", **look),
+            "temperature": widgets.FloatSlider(
+                value=0.0, min=0.0, max=2.0, step=0.1, description="temperature", **look
+            ),
+            "top_p": widgets.FloatSlider(value=1.0, min=0.05, max=1.0, step=0.05, description="top-p", **look),
+            "seed": widgets.IntText(value=0, description="seed", **look),
         }
         self.buttons = {name: widgets.Button(description=name) for name in ("Run", "Step", "Pause", "Stop")}
         self.message, self.history, self.text = (widgets.HTML() for _ in range(3))
-        self.position = widgets.IntSlider(value=0, min=0, max=0, description="step", layout=wide)
+        self.position = widgets.IntSlider(
+            value=0, min=0, max=0, description="step", layout=widgets.Layout(width="540px")
+        )
         c, box = self.controls, widgets.VBox
         rows = [box([c["domain"], c["prompt"], c["arms"]]), box([c["policy"], c["method"], c["gamma"]])]
         rows.append(box([c["temperature"], c["top_p"], c["seed"]]))
@@ -271,6 +278,7 @@ class LivePanel:
 
     def _loop(self, num_steps=None):
         """Steps until the text ends, or somebody says Pause or Stop; whatever goes wrong becomes a message."""
+        self._say("running")
         try:
             while num_steps is None or num_steps > 0:
                 if self._stopped.is_set():
@@ -306,7 +314,6 @@ class LivePanel:
         self._settings = self._policy_settings()
         self.monitor = AcceptanceMonitor(self._names(), self.plain)
         self._steps = self.run.steps()
-        self._say("running")
 
     def _names(self):
         return [name for name in self.drafters if name in self.controls["arms"].value] or ["off"]
@@ -357,3 +364,25 @@ class LivePanel:
 
     def _choose_prompt(self, change):
         self.controls["prompt"].value = PROMPTS[change["new"]][0]
+
+
+def overhead_rows(target, drafters, repeat: int = 5) -> list[dict]:
+    """Tokens a second of one text with the panel drawn and without, in turn; to be run where the panel is shown.
+
+    Args: target, drafters, repeat: see LivePanel; texts of each kind.
+    Returns: rows of bench.
+    """
+    speeds = {"panel on": [], "panel off": []}
+    for _ in range(repeat + 1):
+        for note, found in speeds.items():
+            panel = LivePanel(target, drafters)
+            if note == "panel off":
+                panel._draw = lambda: None
+            panel.controls["domain"].value = "copy-edit"
+            start = time.perf_counter()
+            steps = panel.play().steps
+            found.append(sum(len(step.token_ids) for step in steps) / (time.perf_counter() - start))
+    cells = dict(mode="eager", model=target.name, batch=1, gamma=4, temperature=0, method="token", domain="copy-edit")
+    cells |= dict(dtype=str(target.dtype).removeprefix("torch."))
+    unit = ("tokens_per_second", "1/s")
+    return [row("panel", "flashspec_core", *unit, found[1:], note=note, **cells) for note, found in speeds.items()]
