@@ -33,9 +33,6 @@ COLAB_NEEDS = (  # what these need beyond what is installed; without `notebook`,
     *("nest-asyncio==1.6.0", "pickleshare==0.7.5", "widgetsnbextension==3.6.10"),
 )
 NOTEBOOKS = [(name, "target_name") for name in ("00_quickstart", "03_live_acceptance")]  # and the model's parameter
-    ("00_quickstart", "target_name"),
-    ("03_live_acceptance", "target_name"),
-]  # a notebook, and its parameter that names the model
 PROBE = """
 import ipykernel, IPython, ipywidgets, jupyter_client, traitlets
 print(*(module.__version__ for module in (ipywidgets, ipykernel, IPython, jupyter_client, traitlets)))
