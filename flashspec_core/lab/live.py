@@ -23,7 +23,7 @@ from flashspec_core.policies import FixedArm
 from flashspec_core.records import Arm, DecodeStep, Sampling
 from flashspec_core.verify import METHODS
 
-FRAME_SECONDS = 0.1
+FRAME_SECONDS, SHARE = 0.05, 0.02  # at most 20 frames a second, and this share of the time
 COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#949494")
 POLICIES = {
     "UCB1": UCB1,
@@ -238,7 +238,7 @@ class LivePanel:
         c["domain"].observe(self._choose_prompt, "value")
         self.position.observe(self._scrub, "value")
         self.monitor, self.run, self._steps, self._thread = AcceptanceMonitor(list(names)), None, None, None
-        self._paused, self._stopped, self._drawn = threading.Event(), threading.Event(), 0.0
+        self._paused, self._stopped, self._next_frame = threading.Event(), threading.Event(), 0.0
         self._say("ready")
         self._draw()
 
@@ -301,7 +301,7 @@ class LivePanel:
         if step is None:
             return False
         self.monitor.add(step, self.run.policy)
-        if time.perf_counter() - self._drawn > FRAME_SECONDS:
+        if time.perf_counter() > self._next_frame:
             self._draw()
         return True
 
@@ -346,13 +346,14 @@ class LivePanel:
         self.message.value = f"<span class='fs-message' role='{role}' style='{style}'>{html.escape(words)}</span>"
 
     def _draw(self):
-        count = len(self.monitor.steps)
+        start, count = time.perf_counter(), len(self.monitor.steps)
         self.position.max = count
         if self.position.value == count:
             self._show(count)
         else:
             self.position.value = count
-        self._drawn = time.perf_counter()
+        end = time.perf_counter()
+        self._next_frame = end + max(FRAME_SECONDS, (end - start) / SHARE)
 
     def _scrub(self, change):
         self._show(change["new"])
