@@ -24,7 +24,7 @@ class Policy(Protocol):
 
 
 class _Counting:
-    """Pulls and reward sums of each arm, arrays of shape [*shape, num_arms]; arms not yet tried go first, in order.
+    """Pulls and reward sums of each arm, arrays of shape [*shape, num_arms].
 
     Each round a policy may forget: all that was counted is multiplied by `discount`. Feedback that comes late counts as
     a round when it comes, so d rounds late it leaves the state that timely feedback left d rounds ago.
@@ -39,34 +39,19 @@ class _Counting:
         self.seed, self.rng = seed, np.random.default_rng(seed)  # the policy's own: never the sampler's
         self.pulls = np.zeros((*self.shape, self.num_arms))
         self.reward_sums = np.zeros((*self.shape, self.num_arms))
-        self.chosen = np.zeros((*self.shape, self.num_arms))  # with what has no feedback yet
         self.num_rounds = 0  # with feedback
-
-    @property
-    def rounds(self):
-        """t: rounds played, feedback outstanding or not."""
-        return max(self.num_rounds, self.chosen.reshape(-1, self.num_arms)[0].sum())
 
     def index(self):
         raise NotImplementedError
 
     def select_arm(self, context=None):
-        """The arm with the largest index, lowest one among equals; of untried arms the one chosen least often.
+        """The arm with the largest index, lowest one among equals.
 
         Args: context: not used.
         Returns: int, or an int array of `shape`.
         """
-        untried = self.pulls < 1e-6
-        if untried.any():
-            first = np.where(untried, -self.chosen, -np.inf)
-            best = np.where(untried.any(-1), first.argmax(-1), self.index().argmax(-1))
-        else:
-            best = self.index().argmax(-1)
-        if not self.shape:
-            self.chosen[best] += 1
-            return int(best)
-        self.chosen += best[..., None] == np.arange(self.num_arms)
-        return best
+        best = self.index().argmax(-1)
+        return best if self.shape else int(best)
 
     def update(self, arm, reward, feedback=None) -> None:
         """Count one round.
@@ -115,9 +100,32 @@ class UCB1(_Counting):
     ([1.177, 2.177], 1)
     """
 
+    def __init__(self, num_arms: int, seed: int | None = 0, shape: tuple[int, ...] = ()):
+        super().__init__(num_arms, seed, shape)
+        self.chosen = np.zeros_like(self.pulls)  # with what has no feedback yet
+
+    @property
+    def rounds(self):
+        """t: rounds played, feedback outstanding or not."""
+        return max(self.num_rounds, self.chosen.reshape(-1, self.num_arms)[0].sum())
+
     def index(self):
         """[*shape, num_arms]: the upper confidence bounds, infinite for an arm not yet tried."""
         return self._bound(2.0, self.rounds)
+
+    def select_arm(self, context=None):
+        """The arm with the largest index, lowest one among equals; of untried arms the one chosen least often.
+
+        Args: context: not used.
+        Returns: int, or an int array of `shape`.
+        """
+        index = self.index()
+        untried = np.isinf(index)
+        if untried.any():
+            index = np.where(untried.any(-1, keepdims=True), np.where(untried, -self.chosen, -np.inf), index)
+        best = index.argmax(-1)
+        self.chosen += best[..., None] == np.arange(self.num_arms)
+        return best if self.shape else int(best)
 
     def _bound(self, xi, t):
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -219,13 +227,6 @@ class ThompsonSampling(_Counting):
     def index(self):
         """[*shape, num_arms]: one posterior draw an arm."""
         return self.rng.beta(1 + self.reward_sums, 1 + self.pulls - self.reward_sums)
-
-    def select_arm(self, context=None):
-        """The arm with the largest posterior draw. Args: context: not used."""
-        best = self.index().argmax(-1)
-        if self.shape:
-            return best
-        return int(best)
 
     def _count(self, arm, reward, feedback):
         if not self.tokens:

@@ -253,7 +253,7 @@ class Run:
                 num_accepted=accepted[i],
                 token_ids=new,
                 text=row.text.piece(final=row.finish_reason is not None),
-                reward=accepted[i] / num_draft if num_draft else 0.0,
+                reward=0.0,
                 step_seconds=0.0,
                 draft_seconds=drafted - start,
                 verify_seconds=verified - drafted,
@@ -273,11 +273,14 @@ class Run:
         num_rejected = sum(r.num_accepted < r.num_draft_tokens for r in records)
         feedback = Feedback(self.num_steps, sum(r.num_draft_tokens for r in records), sum(accepted), num_rejected)
         by_time = self.options.reward == "tokens_per_second"
-        if by_time:
-            rates = [len(record.token_ids) / (time.perf_counter() - start) for record in records]
-            self.fastest = max(self.fastest, *rates) if self.num_steps else 0.0
-            for record, rate in zip(records, rates, strict=True):
-                record.reward = rate / self.fastest if self.fastest else 0.0
+        if by_time and self.num_steps:
+            seconds = time.perf_counter() - start
+            self.fastest = max(self.fastest, *(len(record.token_ids) / seconds for record in records))
+        for record in records:
+            if not by_time:
+                record.reward = record.accepted_fraction
+            elif self.fastest:
+                record.reward = len(record.token_ids) / seconds / self.fastest
         if self.num_steps or not by_time:
             self.policy.update(arm_index, fmean(r.reward for r in records), feedback)
         self.num_steps += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashspec_core.verify import METHODS
 from flashspec_core.verify.kernel_parts import (
     LN2,
     LOG2E,
@@ -24,7 +25,7 @@ from flashspec_core.verify.kernel_parts import (
     _race,
 )
 
-_TOKEN, _BLOCK, _COUPLED = (tl.constexpr(i) for i in range(3))
+_BLOCK, _COUPLED = tl.constexpr(METHODS.index("block")), tl.constexpr(METHODS.index("coupled"))
 
 
 @triton.jit

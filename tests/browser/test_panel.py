@@ -39,7 +39,7 @@ def server(tmp_path_factory):
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
-                cell.source = cell.source.replace("max_new_tokens: int = 48", "max_new_tokens: int = 12")
+                cell.source = cell.source.replace("max_new_tokens: int = 48", "max_new_tokens: int = 24")
                 cell.source = cell.source.replace(
                     "max_new_tokens: int = 32", "max_new_tokens: int = 96"
                 )  # time to pause
@@ -111,13 +111,14 @@ def opened(server):
 
 
 def twice(test):
-    """Once more where a click was lost: a browser beside other work is not a clock."""
+    """Once more where a wait ran out: a browser beside other work may lose a click. A false claim fails at once."""
 
     @functools.wraps(test)
     def tried(opened):
+        sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (it is in the extra `test`)")
         try:
             test(opened)
-        except Exception:  # noqa: BLE001 - whatever it was, the second time it counts
+        except sync_api.TimeoutError:
             test(opened)
 
     return tried
@@ -179,6 +180,6 @@ def test_the_panel_is_heard_in_a_browser(opened):
 def test_the_quickstart_runs_in_a_browser(opened):
     page, errors = opened("00_quickstart.ipynb")
     page.locator(".flashspec-fates").first.scroll_into_view_if_needed()
-    assert page.locator(".flashspec-fates .fs-accepted").count() > 4
+    assert page.locator(".flashspec-fates .fs-accepted").count() > 10
     assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']").count() == 0
     assert not errors, errors
