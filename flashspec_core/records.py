@@ -206,6 +206,11 @@ class DecodeStep:
     log_uniforms: list[float] | None = None
 
     @property
+    def num_tested(self) -> int:
+        """Drafted tokens that were tested: those that stood, and the first that fell."""
+        return self.num_accepted + (self.num_accepted < self.num_draft_tokens)
+
+    @property
     def accepted_fraction(self) -> float:
         """Accepted over drafted tokens, 0 where nothing was drafted."""
         return self.num_accepted / self.num_draft_tokens if self.num_draft_tokens else 0.0
@@ -304,9 +309,8 @@ class Generation:
     @property
     def acceptance_rate(self) -> float:
         """Chance that one tested drafted token passes: accepted / tested (behind a rejection none is tested)."""
-        accepted = sum(s.num_accepted for s in self.steps)
-        tested = accepted + sum(s.num_accepted < s.num_draft_tokens for s in self.steps)
-        return accepted / tested if tested else math.nan
+        tested = sum(s.num_tested for s in self.steps)
+        return sum(s.num_accepted for s in self.steps) / tested if tested else math.nan
 
     @property
     def accepted_fraction(self) -> float:

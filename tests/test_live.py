@@ -9,13 +9,13 @@ import torch
 from conftest import OwnDrafter, greedy_ids, scripted
 
 import flashspec_core as fs
-from flashspec_core.lab import live
+from flashspec_core.lab import bench, live
 from flashspec_core.records import DecodeStep
 
 
 def step(number, arm, drafted, accepted, seconds=0.1):
     ids = list(range(accepted + 1))
-    return DecodeStep(0, number, arm, "a", 4, drafted, accepted, ids, "x", 0.0, seconds)
+    return DecodeStep(0, number, arm, ("n-gram", "off")[arm], 4, drafted, accepted, ids, "x", 0.0, seconds)
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def history():
 def test_rates_positions_pulls_and_speed_by_hand(history):
     assert history.rates == [2 / 3, 6 / 7, 6 / 7]
     assert history.by_position == [(2, 2), (2, 2), (1, 2), (1, 1)]
-    assert history.pulls == [2, 1] and history.tokens_per_step == (3 + 5 + 1) / 3
+    assert history.pulls == [2, 1] and history.arm_rates[0] == 6 / 7 and math.isnan(history.arm_rates[1])
+    assert history.tokens_per_step == (3 + 5 + 1) / 3
     assert history.tokens_per_second == pytest.approx(6 / 0.2)  # the step that read the prompt is left out
     assert math.isnan(live.AcceptanceMonitor(["off"]).tokens_per_second)
 
@@ -43,9 +44,9 @@ def test_a_history_can_be_cut_back_and_forth(history):
 def test_the_picture_has_words_points_and_no_script(history):
     page = live.monitor_svg(history)
     assert "role='img'" in page and "aria-label='acceptance rate 0.86 after 3 steps" in page and "data-n='3'" in page
-    assert page.count("class='fs-point'") == 3 and "n-gram: 2" in page and "<script" not in page
+    assert page.count("class='fs-point'") == 3 and "n-gram: 2, 0.86" in page and "<script" not in page
     assert "none yet" in live.monitor_svg(history.upto(0))
-    many = live.AcceptanceMonitor(["a"])
+    many = live.AcceptanceMonitor(["n-gram"])
     for i in range(2000):
         many.add(step(i, 0, 4, 2))
     assert live.monitor_svg(many).count("fs-point") <= 400  # thinned, so a frame stays cheap
@@ -56,11 +57,11 @@ def test_beliefs_are_means_and_upper_ends():
     for policy in (ucb, thompson):
         for arm, reward in ((0, 0.5), (1, 1.0), (0, 0.5)):
             policy.update(arm, reward)
-    (mean, upper), (best, _) = live.belief(ucb)
+    (mean, upper), (best, _) = live.belief_of(ucb, "ab").values()
     assert (mean, best) == (0.5, 1.0) and upper == 1.0
-    (mean, upper), _ = live.belief(thompson)
+    (mean, upper), _ = live.belief_of(thompson, "ab").values()
     assert mean == 0.5 and 0.5 < upper < 1
-    assert live.belief(fs.FixedArm(0)) is None and live.belief(None) is None
+    assert live.belief_of(fs.FixedArm(0), "a") == {} == live.belief_of(None, "a")
 
 
 @pytest.fixture
@@ -69,6 +70,7 @@ def panel(llama):
     right, wrong = scripted(truth), OwnDrafter(lambda ids, gamma, vocab: [0] * gamma)
     right.name, wrong.name = "right", "wrong"
     made = live.LivePanel(llama, [right, wrong], 10.0, 24)
+    made.controls["prompt"].value = "1 2 3"
     made.truth = truth
     return made
 
@@ -81,12 +83,15 @@ def test_play_writes_what_generate_writes_and_leaves_it_to_be_scrubbed(panel):
     monitor = panel.play()
     ids = [token_id for s in monitor.steps for token_id in s.token_ids]
     assert ids == panel.truth[3:27] and words(panel) == "done: length"
-    assert panel.position.max == panel.position.value == len(monitor.steps)
-    assert f"data-n='{len(monitor.steps)}'" in panel.history.value and "data-n='24'" in panel.text.value
-    panel.position.value = 1
-    assert "data-n='1'" in panel.history.value and f"data-n='{len(monitor.steps[0].token_ids)}'" in panel.text.value
-    panel.position.value = len(monitor.steps)
-    assert "data-n='24'" in panel.text.value
+    assert panel.view.position.max == panel.view.position.value == len(monitor.steps)
+    assert f"data-n='{len(monitor.steps)}'" in panel.view.history.value and "data-n='24'" in panel.view.text.value
+    panel.view.position.value = 1
+    assert (
+        "data-n='1'" in panel.view.history.value
+        and f"data-n='{len(monitor.steps[0].token_ids)}'" in panel.view.text.value
+    )
+    panel.view.position.value = len(monitor.steps)
+    assert "data-n='24'" in panel.view.text.value
 
 
 def test_step_takes_one_and_a_changed_control_holds_from_the_next(panel):
@@ -102,6 +107,9 @@ def test_step_takes_one_and_a_changed_control_holds_from_the_next(panel):
     panel.buttons["Step"].click()
     assert panel.monitor.steps[2].drafter == "wrong" and panel.run.policy.num_arms == 2
     assert panel.run.options.method == "block" and panel.run.rows[0].sampling == fs.Sampling(0.7)
+    # a step keeps its arm's name, though the arms that are offered have changed since
+    assert panel.monitor.arms == ["right", "wrong", "off"] and panel.monitor.pulls == [2, 1, 0]
+    assert set(panel.monitor.beliefs[1]) == {"right"} and set(panel.monitor.beliefs[2]) == {"wrong", "off"}
     panel.buttons["Stop"].click()
     assert words(panel) == "stopped"
     panel.buttons["Step"].click()  # a new text
@@ -172,3 +180,29 @@ def test_the_panels_text_does_not_hang_on_torchs_random_state(panel):
     first = [s.token_ids for s in panel.play().steps]
     torch.manual_seed(1)
     assert [s.token_ids for s in panel.play().steps] == first
+
+
+def test_a_saved_trace_is_scrubbed_with_its_noise(llama, panel, tmp_path):
+    drafter = panel.drafters["right"]
+    out = fs.generate(llama, [drafter, fs.Arm(None)], [1, 2, 3], gamma=3, max_new_tokens=12, trace=True)
+    out.save(tmp_path / "trace.json")
+    view = live.trace_view(fs.Generation.load(tmp_path / "trace.json"), None)
+    assert view.position.max == view.position.value == len(out.steps) and view.monitor.arms == ["right", "off"]
+    assert "data-n='12'" in view.text.value and " (p " in view.text.value
+    view.position.value = 1
+    assert f"data-n='{len(out.steps[0].token_ids)}'" in view.text.value and "data-n='1'" in view.history.value
+    view.position.value = len(out.steps)
+    assert "data-n='12'" in view.text.value
+
+
+def test_the_panels_cost_is_measured_in_turn(llama):
+    class Ids:  # a tokenizer of digits, so that prompts of words are ids
+        def apply_chat_template(self, *_, **__):
+            return type("", (), {"input_ids": [1, 2, 3]})
+
+        def decode(self, ids, **_):
+            return " ".join(map(str, ids))
+
+    rows = bench.panel_rows(fs.Target(llama.model, Ids()), [fs.NGramDrafter()], repeat=2)
+    assert [row["note"] for row in rows] == ["panel on", "panel off"]
+    assert all(row["num_repeats"] == 2 and row["p50"] > 0 and row["benchmark"] == "panel" for row in rows)

@@ -255,6 +255,34 @@ def compare_decode(target, arms, prompts: dict, max_new_tokens: int = 48, repeat
     return rows, outputs
 
 
+def panel_rows(target, drafters, repeat: int = 5) -> list[dict]:
+    """Tokens a second of one text with the panel drawn and without, in turn; to be run where the panel is shown.
+
+    Args:
+        target, drafters: as live.LivePanel takes them.
+        repeat: texts of each kind.
+
+    Returns:
+        rows.
+    """
+    from flashspec_core.lab.live import LivePanel
+
+    speeds = {"panel on": [], "panel off": []}
+    for _ in range(repeat + 1):
+        for note, found in speeds.items():
+            panel = LivePanel(target, drafters)
+            if note == "panel off":
+                panel._draw = lambda: None
+            panel.controls["domain"].value = "copy-edit"
+            start = time.perf_counter()
+            steps = panel.play().steps
+            found.append(sum(len(step.token_ids) for step in steps) / (time.perf_counter() - start))
+    cells = dict(mode="eager", model=target.name, batch=1, gamma=4, temperature=0, method="token", domain="copy-edit")
+    cells |= dict(dtype=str(target.dtype).removeprefix("torch."))
+    unit = ("tokens_per_second", "1/s")
+    return [row("panel", "flashspec_core", *unit, found[1:], note=note, **cells) for note, found in speeds.items()]
+
+
 def first_divergence(target, prompt_ids, plain_ids, fast_ids) -> dict | None:
     """Where two greedy texts part, and how close the target's choice was there.
 

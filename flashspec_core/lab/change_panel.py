@@ -12,7 +12,7 @@ import numpy as np
 
 from flashspec_core.bandits import UCB1, DiscountedThompson, DiscountedUCB, SlidingWindowUCB, ThompsonSampling
 from flashspec_core.lab import regret
-from flashspec_core.lab.live import COLORS, _words
+from flashspec_core.lab.svg import COLORS, words
 
 POLICIES = {
     "UCB1": UCB1,
@@ -47,7 +47,7 @@ def curves_svg(found: dict, change: int) -> str:
     parts = ["<path d='M10 150H510M10 10V150' stroke='#bbb'/>"]
     x = 10 + 500 * change / horizon
     parts.append(
-        f"<path d='M{x:.1f} 10V150' stroke='#888' stroke-dasharray='4 3'/>" + _words(x + 3, 20, "change", size=9)
+        f"<path d='M{x:.1f} 10V150' stroke='#888' stroke-dasharray='4 3'/>" + words(x + 3, 20, "change", size=9)
     )
     for i, (name, curve) in enumerate(found.items()):
         every = max(1, len(curve) // 200)
@@ -57,9 +57,7 @@ def curves_svg(found: dict, change: int) -> str:
         dash = ("", "6 3", "2 2", "8 3 2 3", "1 3")[i % 5]
         line = f"fill='none' stroke='{COLORS[i % 6]}' stroke-width='1.5' stroke-dasharray='{dash}'"
         parts.append(f"<polyline points='{points}' {line}/>")
-        parts.append(
-            f"<path d='M525 {24 + 20 * i}H555' {line}/>" + _words(560, 28 + 20 * i, f"{name}: {curve[-1]:.0f}")
-        )
+        parts.append(f"<path d='M525 {24 + 20 * i}H555' {line}/>" + words(560, 28 + 20 * i, f"{name}: {curve[-1]:.0f}"))
     label = html.escape("regret: " + ", ".join(f"{name} {curve[-1]:.0f}" for name, curve in found.items()), quote=True)
     size = "viewBox='0 0 740 160' width='100%' style='max-width:860px'"
     return f"<svg class='fs-world' role='img' aria-label='{label}' {size}>{''.join(parts)}</svg>"

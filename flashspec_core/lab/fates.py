@@ -9,11 +9,12 @@ import html
 import math
 
 from flashspec_core.engine.text import TextStream
+from flashspec_core.lab.svg import COLORS
 
 FATES = {  # colour, mark in front of the token, and words; plain text stays bare, all others are underlined
-    "accepted": ("#029e73", "", "accepted: drafted, and the target agreed"),
-    "recovered": ("#de8f05", "\u25be", "recovered: the target's own token where a draft fell"),
-    "bonus": ("#0173b2", "+", "bonus: one more from the target where all drafts stood"),
+    "accepted": (COLORS[2], "", "accepted: drafted, and the target agreed"),
+    "recovered": (COLORS[1], "\u25be", "recovered: the target's own token where a draft fell"),
+    "bonus": (COLORS[0], "+", "bonus: one more from the target where all drafts stood"),
     "plain": ("", "", "plain: nothing was drafted"),
 }
 

@@ -14,17 +14,15 @@ from dataclasses import dataclass, field
 import ipywidgets as widgets
 
 from flashspec_core.bandits import UCB1, DiscountedThompson, ThompsonSampling
-from flashspec_core.engine.checks import as_arms
 from flashspec_core.engine.decode import Run
-from flashspec_core.lab.bench import row
 from flashspec_core.lab.fates import fate_html
+from flashspec_core.lab.svg import COLORS, bar, words
 from flashspec_core.lab.workloads import PROMPTS
 from flashspec_core.policies import FixedArm
 from flashspec_core.records import Arm, DecodeStep, Sampling
 from flashspec_core.verify import METHODS
 
 FRAME_SECONDS, SHARE = 0.05, 0.02  # at most 20 frames a second, and this share of the time
-COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#949494")
 POLICIES = {
     "UCB1": UCB1,
     "Thompson": ThompsonSampling,
@@ -41,7 +39,7 @@ class AcceptanceMonitor:
         arms: names of the arms.
         plain_tokens_per_second: of plain decoding, to compare with, or None.
         steps: DecodeSteps, in order.
-        beliefs: after each step what the policy held of each arm: (mean, upper end), or None.
+        beliefs: after each step what the policy held: {arm: (mean, upper end)}, empty where it holds nothing.
 
     >>> monitor = AcceptanceMonitor(["n-gram"])
     >>> monitor.add(DecodeStep(0, 0, 0, "n-gram", 4, 4, 2, [5, 6, 7], "abc", 0.5, 0.1))
@@ -54,10 +52,10 @@ class AcceptanceMonitor:
     steps: list[DecodeStep] = field(default_factory=list)
     beliefs: list = field(default_factory=list)
 
-    def add(self, step: DecodeStep, policy=None) -> None:
-        """Take a step in. Args: step: the newest; policy: whose belief is kept beside it, or None."""
+    def add(self, step: DecodeStep, belief=None) -> None:
+        """Take a step in. Args: step: the newest; belief: what the policy then holds, see `belief_of`, or None."""
         self.steps.append(step)
-        self.beliefs.append(belief(policy))
+        self.beliefs.append(belief or {})
 
     def upto(self, count: int) -> AcceptanceMonitor:
         """The history as it stood after so many steps. Args: count: at least 0."""
@@ -70,7 +68,7 @@ class AcceptanceMonitor:
         rates = []
         for step in self.steps:
             accepted += step.num_accepted
-            tested += step.num_accepted + (step.num_accepted < step.num_draft_tokens)
+            tested += step.num_tested
             rates.append(accepted / tested if tested else math.nan)
         return rates
 
@@ -83,8 +81,14 @@ class AcceptanceMonitor:
 
     @property
     def pulls(self) -> list[int]:
-        """How often each arm was played."""
-        return [sum(step.arm == arm for step in self.steps) for arm in range(len(self.arms))]
+        """How often each arm was played; by name, for the arms offered may change between steps."""
+        return [sum(step.drafter == name for step in self.steps) for name in self.arms]
+
+    @property
+    def arm_rates(self) -> list[float]:
+        """Acceptance rate of each arm (NaN where none of its tokens was tested)."""
+        own = [[step for step in self.steps if step.drafter == name] for name in self.arms]
+        return [([math.nan] + AcceptanceMonitor([], None, steps).rates)[-1] for steps in own]
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,10 +103,14 @@ class AcceptanceMonitor:
         return sum(len(step.token_ids) for step in self.steps) / len(self.steps) if self.steps else math.nan
 
 
-def belief(policy):
-    """What a policy holds of its arms. Args: policy. Returns: [(mean, upper end)] of each arm in [0, 1], or None."""
-    if not hasattr(policy, "pulls") or policy.shape:
-        return None
+def belief_of(policy, names) -> dict:
+    """What a policy holds of its arms.
+
+    Args: policy, names: a policy, and its arms in order.
+    Returns: {name: (mean, upper end)} in [0, 1]; empty for a policy that learns nothing.
+    """
+    if not hasattr(policy, "pulls"):
+        return {}
     if isinstance(policy, ThompsonSampling):
         a, b = 1 + policy.reward_sums, 1 + policy.pulls - policy.reward_sums
         mean = a / (a + b)
@@ -110,16 +118,7 @@ def belief(policy):
     else:
         mean = policy.reward_sums / policy.pulls.clip(1e-9)
         upper = policy.index()
-    return [(min(float(m), 1.0), min(float(u), 1.0)) for m, u in zip(mean, upper, strict=True)]
-
-
-def _bar(x, y, width, height, colour):
-    return f"<rect x='{x:.1f}' y='{y - height:.1f}' width='{width:.1f}' height='{height:.1f}' fill='{colour}'/>"
-
-
-def _words(x, y, text, anchor="start", size=11):
-    place = f"x='{x:.1f}' y='{y:.1f}' font-size='{size}' text-anchor='{anchor}'"
-    return f"<text {place} fill='currentColor'>{html.escape(text)}</text>"
+    return {n: (min(float(m), 1.0), min(float(u), 1.0)) for n, m, u in zip(names, mean, upper, strict=True)}
 
 
 def monitor_svg(monitor: AcceptanceMonitor) -> str:
@@ -132,43 +131,41 @@ def monitor_svg(monitor: AcceptanceMonitor) -> str:
     drawn = [(i, r) for i, r in enumerate(rates) if not math.isnan(r)]
     latest = f"{drawn[-1][1]:.2f}" if drawn else "none yet"
     parts = [
-        _words(10, 16, f"acceptance rate: {latest}"),
+        words(10, 16, f"acceptance rate: {latest}"),
         f"<path d='M10 {base}H230M10 {base - height}H230' stroke='#bbb'/>",
     ]
     every = max(1, len(drawn) // 300)
     scale = 220 / max(1, len(steps) - 1)
-    points = [(10 + i * scale, base - r * height, steps[i].arm) for i, r in drawn[::every]]
+    color = dict(zip(monitor.arms, COLORS, strict=False))
+    points = [(10 + i * scale, base - r * height, color.get(steps[i].drafter, "gray")) for i, r in drawn[::every]]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     parts.append(f"<polyline points='{line}' fill='none' stroke='{COLORS[0]}' stroke-width='1.5'/>")
-    parts += [
-        f"<circle class='fs-point' cx='{x:.1f}' cy='{y:.1f}' r='2' fill='{COLORS[a % 6]}'/>" for x, y, a in points
-    ]
-    parts += [_words(10, base + 14, "step 1", size=9), _words(230, base + 14, f"{len(steps)}", "end", 9)]
-    parts.append(_words(260, 16, "stood, by position"))
+    parts += [f"<circle class='fs-point' cx='{x:.1f}' cy='{y:.1f}' r='2' fill='{c}'/>" for x, y, c in points]
+    parts += [words(10, base + 14, "step 1", size=9), words(230, base + 14, f"{len(steps)}", "end", 9)]
+    parts.append(words(260, 16, "stood, by position"))
     for i, (accepted, tested) in enumerate(monitor.by_position[:12]):
         share = accepted / tested if tested else 0.0
         parts += [
-            _bar(260 + i * 16, base, 12, share * height, COLORS[2]),
-            _words(266 + i * 16, base + 14, f"{i + 1}", "middle", 9),
+            bar(260 + i * 16, base, 12, share * height, COLORS[2]),
+            words(266 + i * 16, base + 14, f"{i + 1}", "middle", 9),
         ]
-    parts.append(_words(470, 16, "arms: pulls, belief"))
-    beliefs = next((b for b in reversed(monitor.beliefs) if b), None)
-    for arm, (name, pulls) in enumerate(zip(monitor.arms, monitor.pulls, strict=True)):
-        y = 36 + arm * 30
-        parts.append(_words(470, y, f"{name}: {pulls}", size=10))
-        if beliefs and arm < len(beliefs):
-            mean, upper = beliefs[arm]
-            line = f"M{470 + 140 * mean:.1f} {y + 8}H{470 + 140 * upper:.1f}"
-            parts.append(f"<path d='{line}' stroke='{COLORS[arm % 6]}' stroke-width='2'/>")
-            parts.append(f"<circle cx='{470 + 140 * mean:.1f}' cy='{y + 8}' r='3' fill='{COLORS[arm % 6]}'/>")
+    parts.append(words(470, 16, "arms: pulls, rate, belief"))
+    beliefs = monitor.beliefs[-1] if monitor.beliefs else {}
+    for i, (name, pulls, rate) in enumerate(zip(monitor.arms, monitor.pulls, monitor.arm_rates, strict=True)):
+        y, tint = 36 + i * 30, color.get(name, "gray")
+        parts.append(words(470, y, f"{name}: {pulls}" + ("" if math.isnan(rate) else f", {rate:.2f}"), size=10))
+        if name in beliefs:
+            mean, upper = (470 + 140 * value for value in beliefs[name])
+            parts.append(f"<path d='M{mean:.1f} {y + 8}H{upper:.1f}' stroke='{tint}' stroke-width='2'/>")
+            parts.append(f"<circle cx='{mean:.1f}' cy='{y + 8}' r='3' fill='{tint}'/>")
     speed, plain = monitor.tokens_per_second, monitor.plain_tokens_per_second
-    parts.append(_words(640, 16, "tokens/s"))
+    parts.append(words(640, 16, "tokens/s"))
     shown = [(name, v) for name, v in (("here", speed), ("plain", plain)) if v is not None and not math.isnan(v)]
     for i, (name, value) in enumerate(shown):
         top = max(v for _, v in shown)
-        parts += [_bar(640 + 45 * i, base, 32, value / top * (height - 12), COLORS[(0, 5)[name == "plain"]])]
-        parts += [_words(656 + 45 * i, base - value / top * (height - 12) - 3, f"{value:.1f}", "middle", 9)]
-        parts += [_words(656 + 45 * i, base + 14, name, "middle", 9)]
+        parts += [bar(640 + 45 * i, base, 32, value / top * (height - 12), COLORS[(0, 5)[name == "plain"]])]
+        parts += [words(656 + 45 * i, base - value / top * (height - 12) - 3, f"{value:.1f}", "middle", 9)]
+        parts += [words(656 + 45 * i, base + 14, name, "middle", 9)]
     label = f"acceptance rate {latest} after {len(steps)} steps, {monitor.tokens_per_step:.2f} tokens a step"
     return (
         f"<svg class='fs-live' role='img' aria-label='{label}' data-n='{len(steps)}' viewBox='0 0 740 140' "
@@ -188,6 +185,47 @@ def bundle(widget, text: str, fallback: str) -> dict:
         view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
         data = {"application/vnd.jupyter.widget-view+json": view}
     return {**data, "text/plain": text, "text/html": f"<figure>{fallback}<figcaption>{text}</figcaption></figure>"}
+
+
+class TraceView:
+    """A slider over the steps of a history, the history's picture, and the text so far: back and forth.
+
+    Args:
+        monitor: an AcceptanceMonitor.
+        tokenizer: of the text, or None: ids are shown.
+    """
+
+    def __init__(self, monitor: AcceptanceMonitor, tokenizer):
+        self.monitor, self.tokenizer = monitor, tokenizer
+        self.history, self.text = widgets.HTML(), widgets.HTML()
+        wide = widgets.Layout(width="540px")
+        self.position = widgets.IntSlider(value=0, min=0, max=0, description="step", layout=wide)
+        self.position.observe(lambda change: self._show(change["new"]), "value")
+        self.widget = widgets.VBox([self.history, self.text, self.position])
+        self.update(monitor)
+
+    def update(self, monitor: AcceptanceMonitor) -> None:
+        """Show a history as it stands at its end. Args: monitor: the history."""
+        self.monitor, count = monitor, len(monitor.steps)
+        self.position.max = count
+        if self.position.value == count:
+            self._show(count)
+        else:
+            self.position.value = count
+
+    def _show(self, count):
+        seen = self.monitor.upto(count)
+        self.history.value = monitor_svg(seen)
+        self.text.value = fate_html(seen.steps, self.tokenizer)
+
+
+def trace_view(generation, tokenizer) -> TraceView:
+    """A saved text, to be scrubbed step by step; its noise shows on hover where it was traced.
+
+    Args: generation, tokenizer: a Generation, as `Generation.load` gives it back; of its ids, or None.
+    """
+    names = list(dict.fromkeys(step.drafter for step in generation.steps))
+    return TraceView(AcceptanceMonitor(names, None, generation.steps), tokenizer)
 
 
 class LivePanel:
@@ -224,23 +262,19 @@ class LivePanel:
             "seed": widgets.IntText(value=0, description="seed", **look),
         }
         self.buttons = {name: widgets.Button(description=name) for name in ("Run", "Step", "Pause", "Stop")}
-        self.message, self.history, self.text = (widgets.HTML() for _ in range(3))
-        self.position = widgets.IntSlider(
-            value=0, min=0, max=0, description="step", layout=widgets.Layout(width="540px")
-        )
+        self.message = widgets.HTML()
+        self.view = TraceView(AcceptanceMonitor(list(names), plain_tokens_per_second), target.tokenizer)
         c, box = self.controls, widgets.VBox
         rows = [box([c["domain"], c["prompt"], c["arms"]]), box([c["policy"], c["method"], c["gamma"]])]
         rows.append(box([c["temperature"], c["top_p"], c["seed"]]))
         bar = widgets.HBox(list(self.buttons.values()))
-        self.widget = box([widgets.HBox(rows), bar, self.message, self.history, self.text, self.position])
+        self.widget = box([widgets.HBox(rows), bar, self.message, self.view.widget])
         for name, button in self.buttons.items():
             button.on_click(getattr(self, "_" + name.lower()))
         c["domain"].observe(self._choose_prompt, "value")
-        self.position.observe(self._scrub, "value")
-        self.monitor, self.run, self._steps, self._thread = AcceptanceMonitor(list(names)), None, None, None
+        self.monitor, self.run, self._steps, self._thread = self.view.monitor, None, None, None
         self._paused, self._stopped, self._next_frame = threading.Event(), threading.Event(), 0.0
         self._say("ready")
-        self._draw()
 
     def play(self, num_steps: int | None = None) -> AcceptanceMonitor:
         """Decode without a thread: a text to its end, or some steps of it.
@@ -300,90 +334,50 @@ class LivePanel:
         step = next(self._steps, None)
         if step is None:
             return False
-        self.monitor.add(step, self.run.policy)
+        self.monitor.add(step, belief_of(self.run.policy, self._names()))
         if time.perf_counter() > self._next_frame:
             self._draw()
         return True
 
     def _begin(self):
-        c = self.controls
-        prompt = [{"role": "user", "content": c["prompt"].value}] if self.target.tokenizer else [1, 2, 3]
-        chosen = [Arm(self.drafters[name], c["gamma"].value) for name in self._names()]
+        c, text = self.controls, self.controls["prompt"].value
+        prompt = [{"role": "user", "content": text}] if self.target.tokenizer else [int(word) for word in text.split()]
         options = dict(max_new_tokens=self.max_new_tokens, seed=c["seed"].value, trace=True)
-        self.run = Run(self.target, chosen, prompt, policy=POLICIES[c["policy"].value](len(chosen)), **options)
-        self._settings = self._policy_settings()
-        self.monitor = AcceptanceMonitor(self._names(), self.plain)
+        self.run, self._settings = Run(self.target, self._arms(), prompt, **options), None
+        self.monitor = AcceptanceMonitor(list(self.drafters), self.plain)
         self._steps = self.run.steps()
 
     def _names(self):
         return [name for name in self.drafters if name in self.controls["arms"].value] or ["off"]
 
-    def _policy_settings(self):
-        return self.controls["policy"].value, tuple(self._names())
+    def _arms(self):
+        return [Arm(self.drafters[name], self.controls["gamma"].value) for name in self._names()]
 
     def _apply(self):
         """What the controls say now, for the next step; the step's arm is chosen behind it."""
-        c, run = self.controls, self.run
-        top_p = c["top_p"].value
+        c, run, top_p = self.controls, self.run, self.controls["top_p"].value
         run.rows[0].sampling = Sampling(c["temperature"].value, top_p=None if top_p >= 1 else top_p)
-        run.options.method = c["method"].value
-        run.arms = as_arms([Arm(self.drafters[name], c["gamma"].value) for name in self._names()], 4)
-        if self._policy_settings() != self._settings:
-            self._settings = self._policy_settings()
-            run.policy = POLICIES[self._settings[0]](len(run.arms))
-            self.monitor = AcceptanceMonitor(self._names(), self.plain, self.monitor.steps, self.monitor.beliefs)
+        run.options.method, run.arms = c["method"].value, self._arms()
+        if (settings := (c["policy"].value, self._names())) != self._settings:  # other arms: a policy that knows none
+            self._settings, run.policy = settings, POLICIES[settings[0]](len(run.arms))
 
-    def _end(self, words, bad=False):
+    def _end(self, message, bad=False):
         if self._steps is not None:
             self._steps.close()
         self._steps = None
-        self._say(words, bad)
+        self._say(message, bad)
         self._draw()
 
-    def _say(self, words, bad=False):
+    def _say(self, message, bad=False):
         style = "color:#b00020;font-weight:bold" if bad else ""
         role = "alert" if bad else "status"
-        self.message.value = f"<span class='fs-message' role='{role}' style='{style}'>{html.escape(words)}</span>"
+        self.message.value = f"<span class='fs-message' role='{role}' style='{style}'>{html.escape(message)}</span>"
 
     def _draw(self):
-        start, count = time.perf_counter(), len(self.monitor.steps)
-        self.position.max = count
-        if self.position.value == count:
-            self._show(count)
-        else:
-            self.position.value = count
+        start = time.perf_counter()
+        self.view.update(self.monitor)
         end = time.perf_counter()
         self._next_frame = end + max(FRAME_SECONDS, (end - start) / SHARE)
 
-    def _scrub(self, change):
-        self._show(change["new"])
-
-    def _show(self, count):
-        seen = self.monitor.upto(count)
-        self.history.value = monitor_svg(seen)
-        self.text.value = fate_html(seen.steps, self.target.tokenizer)
-
     def _choose_prompt(self, change):
         self.controls["prompt"].value = PROMPTS[change["new"]][0]
-
-
-def overhead_rows(target, drafters, repeat: int = 5) -> list[dict]:
-    """Tokens a second of one text with the panel drawn and without, in turn; to be run where the panel is shown.
-
-    Args: target, drafters, repeat: see LivePanel; texts of each kind.
-    Returns: rows of bench.
-    """
-    speeds = {"panel on": [], "panel off": []}
-    for _ in range(repeat + 1):
-        for note, found in speeds.items():
-            panel = LivePanel(target, drafters)
-            if note == "panel off":
-                panel._draw = lambda: None
-            panel.controls["domain"].value = "copy-edit"
-            start = time.perf_counter()
-            steps = panel.play().steps
-            found.append(sum(len(step.token_ids) for step in steps) / (time.perf_counter() - start))
-    cells = dict(mode="eager", model=target.name, batch=1, gamma=4, temperature=0, method="token", domain="copy-edit")
-    cells |= dict(dtype=str(target.dtype).removeprefix("torch."))
-    unit = ("tokens_per_second", "1/s")
-    return [row("panel", "flashspec_core", *unit, found[1:], note=note, **cells) for note, found in speeds.items()]

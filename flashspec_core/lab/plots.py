@@ -347,7 +347,7 @@ def monitor_figure(monitor) -> Figure:
         left, middle, right = figure.subplots(1, 3)
         left.plot(range(1, len(monitor.rates) + 1), monitor.rates, color=PALETTE[0])
         for arm, name in enumerate(monitor.arms):
-            at = [i for i, step in enumerate(monitor.steps) if step.arm == arm]
+            at = [i for i, step in enumerate(monitor.steps) if step.drafter == name]
             left.plot([i + 1 for i in at], [monitor.rates[i] for i in at], "os^Dv"[arm % 5], markersize=4, label=name)
         left.set(xlabel="step", ylabel="acceptance rate", ylim=(-0.03, 1.03))
         left.legend(frameon=False, fontsize=7)

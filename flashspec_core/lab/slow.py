@@ -15,8 +15,8 @@ import torch
 from flashspec_core.engine.drafters import DraftContext
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.engine.text import encode_prompts
-from flashspec_core.lab.live import COLORS, _bar, _words
-from flashspec_core.noise import RECOVER, DraftNoise, gumbels, log_uniforms, step_seeds
+from flashspec_core.lab.svg import COLORS, bar, words
+from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
 from flashspec_core.verify import reference
 
 NUM_BARS = 8
@@ -77,7 +77,7 @@ def stages(target, drafter, prompt, gamma: int, sampling, seed: int = 0) -> tupl
     if accepted < gamma:
         law = reference.residual_logprobs(law, log_q[0, accepted])
         name, laws["residual"] = "recovered: drawn from (p - q)+, what the target has over the draft", law
-    drawn = int((law + gumbels(seeds, law.shape[-1], RECOVER)[0]).argmax())
+    drawn = int(result.next_token_ids)
     found.append(_stage(target, f"{name}: {_text(target, drawn)!r}", laws, drawn))
     return found, result
 
@@ -103,15 +103,15 @@ def stage_svg(stage: Stage) -> str:
     for i, (name, law) in enumerate(stage.laws.items()):
         parts.append(
             f"<rect x='{10 + 150 * i}' y='6' width='10' height='10' fill='{COLORS[i]}'/>"
-            + _words(24 + 150 * i, 15, name)
+            + words(24 + 150 * i, 15, name)
         )
-        parts += [_bar(12 + j * 88 + i * 34, base, 30, 110 * v / top, COLORS[i]) for j, v in enumerate(law)]
+        parts += [bar(12 + j * 88 + i * 34, base, 30, 110 * v / top, COLORS[i]) for j, v in enumerate(law)]
         parts += [
-            _words(27 + j * 88 + i * 34, base - 110 * v / top - 3, f"{v:.2f}", "middle", 9) for j, v in enumerate(law)
+            words(27 + j * 88 + i * 34, base - 110 * v / top - 3, f"{v:.2f}", "middle", 9) for j, v in enumerate(law)
         ]
     for j, word in enumerate(stage.tokens):
         mark = f"{word!r}"[:14]
-        parts.append(_words(45 + j * 88, base + 16, f"▸{mark}◂" if j == stage.chosen else mark, "middle", 10))
+        parts.append(words(45 + j * 88, base + 16, f"▸{mark}◂" if j == stage.chosen else mark, "middle", 10))
     label = html.escape(stage.title, quote=True)
     size = "viewBox='0 0 720 175' width='100%' style='max-width:860px'"
     return f"<svg class='fs-stage' role='img' aria-label='{label}' {size}>{''.join(parts)}</svg>"
@@ -119,8 +119,8 @@ def stage_svg(stage: Stage) -> str:
 
 def stage_html(found, number: int) -> str:
     """A stage's words above its bars. Args: found, number: from `stages`; which, from 0."""
-    words = f"<b>{number + 1} of {len(found)}.</b> {html.escape(found[number].title)}"
-    return f"<div class='fs-slow' data-stage='{number}'>{words}{stage_svg(found[number])}</div>"
+    title = f"<b>{number + 1} of {len(found)}.</b> {html.escape(found[number].title)}"
+    return f"<div class='fs-slow' data-stage='{number}'>{title}{stage_svg(found[number])}</div>"
 
 
 def slow_motion(found):
