@@ -1,10 +1,6 @@
-"""verify/kernels.py: equal to the reference in Triton's interpreter, compilable for each architecture, and on a GPU."""
+"""verify/kernels.py: equal to the reference in Triton's interpreter, and on a GPU."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,7 +12,7 @@ from test_logits import samplings
 import flashspec_core as fs
 from flashspec_core.lab import gates
 from flashspec_core.noise import DRAFT, DraftNoise, gumbels, log_uniforms
-from flashspec_core.verify import METHODS, decide, draw_draft, kernel_step, kernels, reference
+from flashspec_core.verify import METHODS, decide, draw_draft, kernels, reference
 from flashspec_core.verify.logits import draw, logprobs, warp
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy: log 0 warns there
@@ -152,58 +148,6 @@ def test_the_door_says_where_triton_can_be_had(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(ValueError, match="expected CUDA tensors for impl 'triton'.*got cpu"):
         fs.verify(torch.zeros(1, 1, 3), ids, **options)
-
-
-COMPILE = """
-import json, os, re, subprocess, sys, tempfile
-import triton
-import triton.backends.nvidia as nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from flashspec_core.verify import kernel_step
-types = dict.fromkeys("laws floors kept log_u parts logs".split(), "*fp32")
-types |= dict.fromkeys("ids seeds positions out".split(), "*i64")
-types |= dict.fromkeys("inverse winners state".split(), "*i32")
-verify = dict(PHASE=0, R=8, BLOCK=1024, RACE=128, GAMMA=8, SPLITS=16, DENSE=True, ALIGNED=True)
-cases = [(kernel_step._floors_kernel, dict(SKIP=16, GAMMA=8, BLOCK=4096), 8)]
-for method, kind, together in ((0, 2, True), (1, 1, False), (2, 0, False)):
-    shape = dict(METHOD=method, PURPOSE=3, KIND=kind, TOGETHER=together, FILTERED=method == 1, R=1 if together else 8)
-    cases.append((kernel_step._verify_kernel, verify | shape, 4))
-out = []
-for capability in (75, 80, 90, 100):
-    for fn, constants, warps in cases:
-        known = types | {"target": "*bf16", "draft": "*bf16"}
-        signature = {n: known.get(n.removesuffix("_ptr"), "i32") for n in fn.arg_names}
-        signature |= dict.fromkeys(constants, "constexpr")
-        assert signature["vocab"] == "i32"
-        source, target = ASTSource(fn, signature, constexprs=constants), GPUTarget("cuda", capability, 32)
-        built = triton.compile(source, target=target, options={"num_warps": warps})
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(built.asm["cubin"])
-            file.flush()
-            tool = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
-            usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        local, registers = int(re.search(r"LOCAL:(\\d+)", usage)[1]), int(re.search(r"REG:(\\d+)", usage)[1])
-        bf16 = len(re.findall(r"^\\s*[a-z.]+\\.bf16", built.asm["ptx"], re.M))
-        row = dict(capability=capability, shared=built.metadata.shared, local=local, registers=registers, bf16=bf16)
-        out.append(row)
-print(json.dumps(out))
-"""
-
-
-def test_it_compiles_for_each_architecture_and_its_footprint_does_not_hang_on_the_vocabulary(tmp_path):
-    # the seed's O(1) claim, read from the compiler: V is an argument of the kernel and no constant of it, so one binary
-    # serves every vocabulary, with the shared memory and the registers that stand here
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    built = json.loads(done.stdout.splitlines()[-1])
-    assert [b["capability"] for b in built] == [c for c in (75, 80, 90, 100) for _ in range(4)]
-    for b in built:
-        assert b["shared"] <= 8192 and b["local"] == 0 and b["registers"] <= 255
-        assert b["bf16"] == 0 or b["capability"] > 75
-    for kernel in (kernel_step._verify_kernel, kernel_step._floors_kernel):
-        assert "vocab" in kernel.arg_names
 
 
 @GPU
