@@ -56,6 +56,21 @@ def test_delay_costs_little(kind):
     assert abs(late.mean() - mean) < 5 * sd / SEEDS**0.5
 
 
+def test_delay_holds_each_rounds_feedback_back():
+    told = []
+
+    class Watcher(fs.UCB1):
+        def select_arm(self, context=None):
+            told.append([])
+            return super().select_arm(context)
+
+        def update(self, arm, reward, feedback=None):
+            told[-1].append(feedback.step)
+
+    regret.simulate(Watcher(3), regret.stationary(MEANS, 5), np.random.default_rng(0), delay=2, every_arm=True)
+    assert told == [[], [], [0], [1], [2]]
+
+
 def test_change_points_lie_where_they_should():
     assert WORLDS["swap"].changes == (5000,) and len(WORLDS["fast"].changes) == 20
     assert WORLDS["fast"].changes[:2] == (476, 952)

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from conftest import make_target
 
 import flashspec_core as fs
 from flashspec_core.lab import plots, slow
@@ -27,6 +28,22 @@ def test_stages_tell_what_verify_decides(tiny, tiny_draft, seed):
         tiny["llama"], fs.Arm(drafter, 3), [1, 2, 3], sampling=fs.Sampling(1.5), seed=seed, max_new_tokens=4
     )
     assert texts.steps[0].token_ids[-1] == int(result.next_token_ids)
+
+
+def test_the_last_stage_shows_what_the_target_has_over_the_draft():
+    """A vocabulary of eight, so that each token has its bar in each stage."""
+    target, drafter = (make_target(vocab=slow.NUM_BARS, seed=seed) for seed in (0, 1))
+    fallen = 0
+    for seed in range(6):
+        found, result = slow.stages(target, fs.ModelDrafter(drafter), [1, 2, 3], 3, fs.Sampling(1.5), seed)
+        if int(result.num_accepted) < 3:
+            test, last = found[-2:]
+            q, p = (dict(zip(test.tokens, test.laws[name], strict=True)) for name in ("draft q", "target p"))
+            total = sum(max(0, p[token] - q[token]) for token in p)
+            for token, law in zip(last.tokens, last.laws["residual"], strict=True):
+                assert law == pytest.approx(max(0, p[token] - q[token]) / total, abs=1e-5)
+            fallen += 1
+    assert fallen
 
 
 def test_pictures_and_their_twins(tiny, tiny_draft):
