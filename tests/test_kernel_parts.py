@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from test_kernels import INTERPRETER
 
+import flashspec_core as fs
 from flashspec_core.noise import COUPLED, RECOVER, gumbels, philox
+from flashspec_core.verify import kernels
 from flashspec_core.verify.kernel_parts import _one_minus_exp, _times, _words
 
 pytestmark = [INTERPRETER, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -16,8 +18,8 @@ pytestmark = [INTERPRETER, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 @triton.jit
 def _noise_kernel(words_ptr, times_ptr, seed_ptr, position, PURPOSE: tl.constexpr):
-    words = _words(tl.load(seed_ptr), tl.arange(0, 64), position, PURPOSE)
-    at = 4 * tl.arange(0, 64)[:, None] + tl.arange(0, 4)[None, :]
+    words = _words(tl.load(seed_ptr), 8 * tl.arange(0, 32), position, PURPOSE)
+    at = 8 * tl.arange(0, 32)[:, None] + tl.arange(0, 8)[None, :]
     tl.store(words_ptr + at, words.to(tl.int64))
     tl.store(times_ptr + at, _times(words))
 
@@ -45,3 +47,33 @@ def test_one_minus_exp_keeps_its_digits_at_both_ends():
     out = torch.empty(8)
     _difference_kernel[1,](x, out, SIZE=8)
     torch.testing.assert_close(out, -torch.expm1(x.double()).float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("vocab", [5000, 8192])
+def test_bounds_hold_for_every_id_of_their_lane_and_are_tight(vocab):
+    target, seeds, workspaces = torch.randn(2, 1, vocab) * 3, torch.tensor([5, -9]), {}
+    rows = [fs.Sampling(0.7), fs.Sampling(1.0, top_k=200)]
+    kernels.verify(target, fs.Draft(seeds.new_empty(2, 0)), rows, None, seeds, workspaces=workspaces)
+    (workspace,) = workspaces.values()
+    scores = target[:, 0] / torch.tensor([[0.7], [1.0]]) + gumbels(seeds, vocab, RECOVER, 0)  # log of weight / E
+    scores[1, target[1, 0] < target[1, 0].topk(200).values[-1]] = -math.inf
+    lanes = (torch.arange(vocab) // workspace.part) * kernels.LANES + torch.arange(vocab) % (8 * kernels.LANES) // 8
+    top = torch.full((2, workspace.splits * kernels.LANES), -math.inf)
+    top.scatter_reduce_(1, lanes.expand(2, -1), scores, "amax")
+    bounds = workspace.bounds[:, 0].flatten(1) * math.log(2)
+    assert (bounds >= top - 1e-4).all()
+    best = top.argmax(1, keepdim=True)
+    assert (bounds.gather(1, best) <= top.gather(1, best) + 0.7).all()  # an eighth, and E against its uniform
+
+
+def test_the_race_goes_on_until_the_one_id_that_the_residual_has():
+    # the draft lacks a little of one unlikely id alone, so every lane whose bound is larger loses its race first
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(4, 2, 5000, generator=generator)
+    logits = target[:, :1].clone()
+    only = target[:, 0].argsort(1)[:, [10, 100, 1000, 4000]].diagonal()
+    logits[torch.arange(4), 0, only] -= 1.0
+    ids = logits[:, 0].argmax(1, keepdim=True)  # q > p by the little that the one id lacks: rejected at u = 1
+    log_u = torch.zeros(4, 1)
+    out = kernels.verify(target, fs.Draft(ids, logits), [fs.Sampling(1.0)] * 4, log_u, torch.arange(4))
+    assert out.num_accepted.tolist() == [0] * 4 and out.next_token_ids.tolist() == only.tolist()

@@ -77,6 +77,7 @@ def vllm_call(c, block: bool = False):
 def captured(call):
     """A CUDA graph of a call, warmed up first."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
@@ -130,7 +131,7 @@ def shape_rows(batch: int, vocab: int, gamma: int, empty, compiled=None) -> list
     notes = {
         "verify_recover": "one part of the kernel launched alone; the accept test is in it",
         "verify_accept": "one part of the kernel launched alone, without a draw",
-        "verify_normalise": "one part of the kernel launched alone",
+        "verify_normalise": "one part of the kernel launched alone; the race's noise and bounds are in it",
     }
     cells = dict(batch=batch, vocab=vocab, gamma=gamma, temperature=1, dtype="bfloat16")
     rows, graphs = [], {key: captured(call) for key, call in timed.items()}

@@ -32,45 +32,58 @@ def _one_minus_exp(e):
 
 
 @triton.jit
-def _normalise(row_ptr, first, last, scale, floor, most_ptr, sum_ptr, R: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest scaled logit (log2) and sum of 2^(logit - largest) of ids first..last - 1 of one row."""
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    offsets = tl.arange(0, R)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    for start in range(first, last, R * BLOCK):
-        ids = start + offsets
-        x = _logits(row_ptr + ids, ids < last, floor) * (scale * LOG2E)
-        top = tl.maximum(most, tl.max(x, axis=0))
-        base = _finite(top)
-        total = total * tl.exp2(most - base) + tl.sum(tl.exp2(x - base[None, :]), axis=0)
-        most = top
-    largest = tl.max(most)
-    tl.store(most_ptr, largest)
-    tl.store(sum_ptr, tl.sum(total * tl.exp2(most - _finite(largest))))
-    return largest
-
-
-@triton.jit
-def _normalise_together(
-    rows_ptr, stride, count, first, last, scale, floors_ptr, most_ptr, sum_ptr, step,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FILTERED: tl.constexpr,
+def _sweep(
+    rows_ptr, stride, count, first, last, scale, floors_ptr, seed, position, most_ptr, sum_ptr, bounds_ptr, splits,
+    ROWS: tl.constexpr, LANES: tl.constexpr, FILTERED: tl.constexpr, RACES: tl.constexpr, PURPOSE: tl.constexpr,
+    MOVES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The same for all rows of a sequence, where a part is one block: every load is on its way before the first sum."""
-    ids = first + tl.arange(0, BLOCK)
-    rows = ()
-    for r in tl.static_range(ROWS):
-        here = ids < tl.where(r < count, last, first)
-        rows = rows + (tl.load(rows_ptr + r * stride + ids, mask=here, other=float("-inf")),)
+    """Ids first..last - 1 of all rows of a sequence: largest scaled logit (log2), sum of 2^(logit - largest).
+
+    RACES: and for each lane, eight ids of every tile, the most that an id of it may score: log2 of weight * haste.
+    Computed while the rows are on their way, it leaves little of a row to be read again. MOVES: noise of its own a row.
+    """
+    lanes = tl.arange(0, LANES)
+    most, total, bound = (), (), ()
+    for _ in tl.static_range(ROWS):
+        most += (tl.full([LANES], float("-inf"), tl.float32),)
+        total += (tl.zeros([LANES], tl.float32),)
+        bound += (tl.zeros([LANES], tl.float32),)
+    for start in range(first, last, 8 * LANES):
+        own = start + 8 * lanes
+        v = own[:, None] + tl.arange(0, 8)[None, :]
+        place = v
+        if ALIGNED:  # all eight are inside or none: one load
+            place = own[:, None] + tl.zeros([1, 8], tl.int32)
+        loaded, before = (), (most, total, bound)
+        for r in tl.static_range(ROWS):
+            inside = place < tl.where(r < count, last, first)
+            loaded += (tl.load(rows_ptr + r * stride + v, mask=inside, other=float("-inf")),)
+        most, total, bound = (), (), ()
+        if RACES and not MOVES:
+            haste = _haste(_words(seed, own, position, PURPOSE))
+        for r in tl.static_range(ROWS):
+            x = loaded[r].to(tl.float32)
+            if FILTERED:
+                x = tl.where(x < tl.load(floors_ptr + r), float("-inf"), x)
+            top = tl.maximum(before[0][r], tl.max(x, axis=1) * (scale * LOG2E))
+            base = _finite(top)
+            each = tl.exp2(tl.fma(x, scale * LOG2E, -base[:, None]))
+            shrink = tl.exp2(before[0][r] - base)
+            most += (top,)
+            total += (before[1][r] * shrink + tl.sum(each, axis=1),)
+            if RACES:
+                if MOVES:
+                    haste = _haste(_words(seed, own, position + r, PURPOSE))
+                bound += (tl.maximum(before[2][r] * shrink, tl.max(each * haste, axis=1)),)
+            else:
+                bound += (before[2][r],)
     for r in tl.static_range(ROWS):
         if r < count:
-            floor = float("-inf")
-            if FILTERED:
-                floor = tl.load(floors_ptr + r)
-            x = rows[r].to(tl.float32)
-            x = tl.where(x < floor, float("-inf"), x) * (scale * LOG2E)
-            largest = tl.max(x)
-            tl.store(most_ptr + r * step, largest)
-            tl.store(sum_ptr + r * step, tl.sum(tl.exp2(x - _finite(largest))))
+            largest = tl.max(most[r])
+            tl.store(most_ptr + r * splits, largest)
+            tl.store(sum_ptr + r * splits, tl.sum(total[r] * tl.exp2(most[r] - _finite(largest))))
+            if RACES:
+                tl.store(bounds_ptr + r * splits * LANES + lanes, _finite(most[r]) + tl.log2(bound[r]))
 
 
 @triton.jit
@@ -115,13 +128,18 @@ def _times(words):
 
 
 @triton.jit
-def _excess(weight, p, draft_row, inverse_ptr, v, inside, scale, floor, q_sum, draft_vocab, DENSE: tl.constexpr):
-    """(p - q)+ of each id, from weight = 2^p."""
+def _draft_logits(row_ptr, inverse_ptr, v, inside, floor, draft_vocab, DENSE: tl.constexpr):
+    """The draft's logit of each target id, -inf where it has none."""
     column = v
     if not DENSE:
         column = tl.load(inverse_ptr + v, mask=inside, other=-1)
-    known = inside & (column >= 0) & (column < draft_vocab)
-    d = tl.fma(_logits(draft_row + column, known, floor), scale * LOG2E, -q_sum) - p
+    return _logits(row_ptr + column, inside & (column >= 0) & (column < draft_vocab), floor)
+
+
+@triton.jit
+def _excess(weight, p, drafted, scale, q_sum):
+    """(p - q)+ of each id, from weight = 2^p and the draft's logit."""
+    d = tl.fma(drafted, scale * LOG2E, -q_sum) - p
     return weight * _one_minus_exp(tl.where(d < 0, d, 0.0) * LN2)  # NaN, where both are 0, becomes 0 too
 
 
@@ -135,15 +153,16 @@ def _excess_sum(
     for start in range(first, last, BLOCK):
         v = start + tl.arange(0, BLOCK)
         p = tl.fma(_logits(target_row + v, v < last, floor), scale * LOG2E, -p_sum)
-        total += _excess(tl.exp2(p), p, draft_row, inverse_ptr, v, v < last, scale, q_floor, q_sum, draft_vocab, DENSE)
+        drafted = _draft_logits(draft_row, inverse_ptr, v, v < last, q_floor, draft_vocab, DENSE)
+        total += _excess(tl.exp2(p), p, drafted, scale, q_sum)
     return tl.sum(total)
 
 
 @triton.jit
-def _words(seed, blocks, position, PURPOSE: tl.constexpr):
+def _block(seed, block, position, PURPOSE: tl.constexpr):
     """Philox4x32-10 of noise.py, four words a block; one wide product a half-round, where tl.philox takes two."""
     key0, key1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    c0, c1 = blocks.to(tl.uint32), (blocks * 0 + position).to(tl.uint32)
+    c0, c1 = block.to(tl.uint32), (block * 0 + position).to(tl.uint32)
     c2 = c0 * 0
     c3 = c2 + PURPOSE
     for _ in tl.static_range(10):
@@ -152,59 +171,77 @@ def _words(seed, blocks, position, PURPOSE: tl.constexpr):
         c1, c3 = product1.to(tl.uint32), product0.to(tl.uint32)
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
-    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [blocks.shape[0], 4])
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _words(seed, first, position, PURPOSE: tl.constexpr):
+    """[rows, 8] words of noise, one an id, of the eight ids from each of first [rows] on; a thread makes its own."""
+    a0, a1, a2, a3 = _block(seed, first // 4, position, PURPOSE)
+    b0, b1, b2, b3 = _block(seed, first // 4 + 1, position, PURPOSE)
+    even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
+    odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
+    return tl.reshape(tl.join(even, odd), [first.shape[0], 8])
+
+
+@triton.jit
+def _haste(words):
+    """At least 1 / E of each id and cheap: a bit trick that gives 1 / u and up to an eighth more; E is at least u."""
+    uniform = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    return (0x7F000000 - uniform.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _race(
-    target_row, draft_row, inverse_ptr, first, last, scale, floor, q_floor, seed, position, p_sum, q_sum, fell, x,
-    draft_vocab, shared_ptr,
-    PURPOSE: tl.constexpr, BLOCK: tl.constexpr, HAS_DRAFT: tl.constexpr, DENSE: tl.constexpr, SHARED: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    target_row, draft_row, inverse_ptr, bounds_ptr, first, last, scale, floor, q_floor, seed, position, p_sum, q_sum,
+    fell, x, draft_vocab, shared_ptr,
+    PURPOSE: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr, HAS_DRAFT: tl.constexpr,
+    DENSE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """The id of first..last - 1 with the largest weight / E, and that score; 0 where nothing weighs anything.
 
-    An id weighs p, or (p - q)+ where a draft fell: at most p in any case. E is at least its own uniform. So a tile in
-    which no p over the uniform reaches the best score so far cannot win: no draft row is read for it, no E computed.
+    An id weighs p, or (p - q)+ where a draft fell: at most p in any case. So a lane whose bound (_sweep) does not reach
+    the best score so far cannot win. Lanes are read a few at a time, those within a quarter of the largest bound first.
     """
-    best, bound = 0.0, 0.0
+    best = 0.0
     winner = tl.full([], NO_ID, tl.int32)
-    four = tl.arange(0, BLOCK)
-    v = first + 4 * four[:, None] + tl.arange(0, 4)[None, :]
-    inside = v < last
-    if ALIGNED:
-        inside = (first + 4 * four[:, None] + tl.zeros([1, 4], tl.int32)) < last
-    ahead = _logits(target_row + v, inside, floor)
-    for start in range(first, last, 4 * BLOCK):
-        logit = ahead
-        v = start + 4 * four[:, None] + tl.arange(0, 4)[None, :]
-        inside = v + 4 * BLOCK < last
-        if ALIGNED:
-            inside = (start + 4 * BLOCK + 4 * four[:, None] + tl.zeros([1, 4], tl.int32)) < last
-        ahead = _logits(target_row + v + 4 * BLOCK, inside, floor)
-        if SHARED:
-            bound = tl.maximum(best, tl.load(shared_ptr, volatile=True).to(tl.float32, bitcast=True))
-        words = _words(seed, start // 4 + four, position, PURPOSE)
+    lanes, tiles, places = tl.arange(0, LANES), tl.arange(0, TILES), tl.arange(0, FEW)
+    bound = tl.load(bounds_ptr + lanes) - p_sum
+    bound += 1e-3 + 2.4e-7 * (tl.abs(bound) + 2 * tl.abs(p_sum) + 32)  # what rounding may take
+    most, least = tl.max(bound), float("-inf")
+    while (most > float("-inf")) & (most >= least):
+        may = bound >= tl.maximum(most - 2, least)
+        count = tl.cumsum(may.to(tl.int32))
+        picked = may[None, :] & (count[None, :] == places[:, None] + 1)
+        lane = tl.min(tl.where(picked, lanes[None, :], LANES * TILES), axis=1)
+        bound = tl.where(may & (count <= FEW), float("-inf"), bound)
+        own = tl.reshape(first + (tiles[None, :] * LANES + lane[:, None]) * 8, [FEW * TILES])
+        v = own[:, None] + tl.arange(0, 8)[None, :]
+        logit = _logits(target_row + v, v < last, floor)
+        if HAS_DRAFT:
+            drafted = _draft_logits(
+                draft_row, inverse_ptr, v, v < tl.where(fell, last, first), q_floor, draft_vocab, DENSE
+            )
+        words = _words(seed, own, position, PURPOSE)
         p = tl.fma(logit, scale * LOG2E, -p_sum)
         weight = tl.exp2(p)
-        uniform = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-        may = weight > 0.9999 * bound * uniform
-        if tl.max(may.to(tl.int32)) > 0:
-            if fell:
-                if HAS_DRAFT:
-                    weight = _excess(
-                        weight, p, draft_row, inverse_ptr, v, v < last, scale, q_floor, q_sum, draft_vocab, DENSE
-                    )
-                else:
-                    weight = tl.where(v == x, 0.0, weight)
-            score = weight / _times(words)
-            top = tl.max(score)
-            if top > best:
-                best = top
-                winner = tl.min(tl.where(score == top, v, NO_ID))
-                if SHARED:
-                    tl.atomic_max(shared_ptr, best.to(tl.int32, bitcast=True), sem="relaxed")
-            bound = tl.maximum(bound, best)
+        if HAS_DRAFT:
+            weight = _excess(weight, p, drafted, scale, q_sum)
+        else:
+            weight = tl.where(v == tl.where(fell, x, -1), 0.0, weight)
+        score = weight / _times(words)
+        top = tl.max(score)
+        if (top > 0) & (top >= best):
+            lowest = tl.min(tl.where(score == top, v, NO_ID))
+            winner = tl.where(top > best, lowest, tl.minimum(winner, lowest))
+            best = top
+            if SHARED:
+                tl.atomic_max(shared_ptr, best.to(tl.int32, bitcast=True), sem="relaxed")
+        most, least = tl.max(bound), best
+        if SHARED:  # each thread reads for itself, and all must go on with one number
+            others = tl.load(shared_ptr + 0 * lanes, volatile=True).to(tl.float32, bitcast=True)
+            least = tl.maximum(best, tl.max(others))
+        least = tl.log2(least)
     return best, winner
 
 

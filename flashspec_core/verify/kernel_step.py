@@ -19,10 +19,9 @@ from flashspec_core.verify.kernel_parts import (
     _finite,
     _log_sums,
     _lowest,
-    _normalise,
-    _normalise_together,
     _one_minus_exp,
     _race,
+    _sweep,
 )
 
 _BLOCK, _COUPLED = tl.constexpr(METHODS.index("block")), tl.constexpr(METHODS.index("coupled"))
@@ -123,6 +122,7 @@ def _verify_kernel(
     positions_ptr,  # [batch] int64, coupled only
     parts_ptr,  # [batch, 4, 2 gamma + 2, splits] float32: largest, sum, score, excess of target rows, draft rows, race
     winners_ptr,  # [batch, 2 gamma + 2, splits] int32: the ids of these scores
+    bounds_ptr,  # [batch, gamma + 1, splits, LANES] float32: the most that an id of a lane may score
     state_ptr,  # [batch, 4] int32, zero before and after: three counters, bits of the best score so far
     out_ptr,  # [batch, gamma + 4] int64: number accepted, next id, first invalid position, the emitted ids
     logs_ptr,  # [batch, 3, gamma + 1] float32: log p and log q of the drafted ids, log-sum-exp of the target's rows
@@ -134,15 +134,16 @@ def _verify_kernel(
     METHOD: tl.constexpr,
     PURPOSE: tl.constexpr,  # of the noise
     FILTERED: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    R: tl.constexpr,
     BLOCK: tl.constexpr,
-    RACE: tl.constexpr,
-    GAMMA: tl.constexpr,
+    LANES: tl.constexpr,
+    TILES: tl.constexpr,  # of a part, or a little more
+    FEW: tl.constexpr,  # lanes that are raced at a time
+    ROWS: tl.constexpr,  # gamma + 1
+    GAMMA: tl.constexpr,  # the next power of 2
     SPLITS: tl.constexpr,
     KIND: tl.constexpr,  # 0: deterministic draft, 1: normalised here, 2: log-sum-exp kept
     DENSE: tl.constexpr,  # the draft's ids are 0 .. draft_vocab - 1
-    ALIGNED: tl.constexpr,  # vocab is a multiple of 4
+    ALIGNED: tl.constexpr,  # the vocabularies are multiples of 8
 ):
     """One part of one sequence; the last part to arrive writes what comes out."""
     split, b, splits = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -164,6 +165,7 @@ def _verify_kernel(
     floors_ptr += b * (2 * gamma + 1)
     state_ptr += 4 * b
     logs_ptr += 3 * b * (gamma + 1)
+    bounds_ptr += (b * (gamma + 1) * splits + split) * LANES
     target_rows = target_ptr + b * (gamma + 1) * vocab
     draft_rows = draft_ptr + b * gamma * draft_vocab
     first = split * part
@@ -183,37 +185,31 @@ def _verify_kernel(
                     BLOCK,
                 )
         else:
-            if TOGETHER:
-                _normalise_together(
-                    target_rows, vocab, drafted + 1, first, last, scale, floors_ptr, most_ptr + split, sum_ptr + split,
-                    splits, GAMMA, R * BLOCK, FILTERED,
-                )  # fmt: skip
-            else:
+            _sweep(
+                target_rows, vocab, drafted + 1, first, last, scale, floors_ptr, seed, position, most_ptr + split,
+                sum_ptr + split, bounds_ptr, splits, ROWS, LANES, FILTERED, True, PURPOSE, METHOD == _COUPLED, ALIGNED,
+            )  # fmt: skip
+            if METHOD == _COUPLED:
+                tl.debug_barrier()  # the threads read each other's bounds
                 for r in range(drafted + 1):
                     o = r * splits + split
                     floor = float("-inf")
                     if FILTERED:
                         floor = tl.load(floors_ptr + r)
-                    most = _normalise(
-                        target_rows + r * vocab, first, last, scale, floor, most_ptr + o, sum_ptr + o, R, BLOCK
-                    )
-                    if METHOD == _COUPLED:
-                        base = _finite(most)
-                        row = target_rows + r * vocab
-                        top, winner = _race(
-                            row, row, inverse_ptr, first, last, scale, floor, floor, seed, position + r, base, 0.0,
-                            False, 0, vocab, state_ptr, PURPOSE, RACE, False, True, False, ALIGNED,
-                        )  # fmt: skip
-                        tl.store(score_ptr + o, base + tl.log2(top))
-                        tl.store(winners_ptr + o, winner)
+                    row, base = target_rows + r * vocab, _finite(tl.load(most_ptr + o))
+                    top, winner = _race(
+                        row, row, inverse_ptr, bounds_ptr + r * splits * LANES, first, last, scale, floor, floor, seed,
+                        position + r, base, 0.0, False, 0, vocab, state_ptr, PURPOSE, LANES, TILES, FEW, False, True,
+                        False,
+                    )  # fmt: skip
+                    tl.store(score_ptr + o, base + tl.log2(top))
+                    tl.store(winners_ptr + o, winner)
             if KIND == 1:
-                for r in range(drafted):
-                    o = (gamma + 1 + r) * splits + split
-                    floor = float("-inf")
-                    if FILTERED:
-                        floor = tl.load(floors_ptr + gamma + 1 + r)
-                    row = draft_rows + r * draft_vocab
-                    _normalise(row, first, last_draft, scale, floor, most_ptr + o, sum_ptr + o, R, BLOCK)
+                _sweep(
+                    draft_rows, draft_vocab, drafted, first, last_draft, scale, floors_ptr + gamma + 1, seed, 0,
+                    most_ptr + (gamma + 1) * splits + split, sum_ptr + (gamma + 1) * splits + split, bounds_ptr, splits,
+                    ROWS - 1, LANES, FILTERED, False, PURPOSE, False, ALIGNED,
+                )  # fmt: skip
     if PHASE == 0:
         _wait(state_ptr, splits)
     if PHASE != 1:
@@ -296,9 +292,11 @@ def _verify_kernel(
         target_row, draft_row = target_rows + n * vocab, draft_rows + tl.minimum(n, gamma - 1) * draft_vocab
         race = (rows - 1) * splits
         if drawn:
+            bounds_ptr += n * splits * LANES
             top, winner = _race(
-                target_row, draft_row, inverse_ptr, first, last, scale, p_floor, q_floor, seed, 0, p_sum - w * LOG2E,
-                q_sum, n < drafted, fallen, draft_vocab, state_ptr + 3, PURPOSE, RACE, KIND > 0, DENSE, True, ALIGNED,
+                target_row, draft_row, inverse_ptr, bounds_ptr, first, last, scale, p_floor, q_floor, seed, 0,
+                p_sum - w * LOG2E, q_sum, n < drafted, fallen, draft_vocab, state_ptr + 3, PURPOSE, LANES, TILES, FEW,
+                KIND > 0, DENSE, True,
             )  # fmt: skip
             tl.store(score_ptr + race + split, top)
             tl.store(winners_ptr + race + split, winner)
@@ -312,11 +310,17 @@ def _verify_kernel(
                 won = tl.load(winners_ptr + race + parts, mask=known, other=NO_ID, volatile=True)
                 chosen = tl.min(won).to(tl.int64)
                 if tl.max(tops) == 0.0:  # the residual is empty by rounding: draw from p
-                    _, winner = _race(
-                        target_row, draft_row, inverse_ptr, 0, vocab, scale, p_floor, q_floor, seed, 0, p_sum, q_sum,
-                        False, 0, draft_vocab, state_ptr + 3, PURPOSE, RACE, False, DENSE, True, ALIGNED,
-                    )  # fmt: skip
-                    chosen = winner.to(tl.int64)
+                    best = 0.0
+                    for s in range(splits):
+                        begin = s * part
+                        top, winner = _race(
+                            target_row, draft_row, inverse_ptr, bounds_ptr + (s - split) * LANES, begin,
+                            min(begin + part, vocab), scale, p_floor, q_floor, seed, 0, p_sum, q_sum, False, 0,
+                            draft_vocab, state_ptr + 3, PURPOSE, LANES, TILES, FEW, False, DENSE, False,
+                        )  # fmt: skip
+                        if top > best:
+                            best = top
+                            chosen = winner.to(tl.int64)
                 chosen = tl.minimum(chosen, vocab - 1)
             out = out_ptr + b * (gamma + 4)
             bad = inside & ((p_sums != p_sums) | (p_sums == float("-inf")) | (p_sums == float("inf")))

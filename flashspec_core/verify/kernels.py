@@ -16,6 +16,7 @@ from flashspec_core.verify import METHODS
 from flashspec_core.verify.kernel_step import _floors_kernel, _verify_kernel
 
 PER_CORE = 4  # programs a multiprocessor
+LANES = 128  # of a program; each takes eight ids of every 1,024
 INTERPRETED = triton.knobs.runtime.interpret  # its programs run one after another, so none may wait for the next
 _SKIP = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that the dtype lacks
 
@@ -32,12 +33,12 @@ class Workspace:
         tiles = triton.cdiv(vocab, 1024)
         wanted = max(1, min(tiles, PER_CORE * cores // batch, cores, 128))  # all parts of a sequence must run at once
         self.part = triton.cdiv(tiles, wanted) * 1024
-        self.splits, self.together = triton.cdiv(vocab, self.part), self.part <= 2048 and gamma < 8
-        self.R = min(8, triton.next_power_of_2(self.part // 1024))
+        self.splits = triton.cdiv(vocab, self.part)
         self.compiled = {}
         rows = 2 * gamma + 2
         self.parts = torch.empty(batch, 4, rows, self.splits, device=device)
         self.winners = torch.empty(batch, rows, self.splits, dtype=torch.int32, device=device)
+        self.bounds = torch.empty(batch, gamma + 1, self.splits, LANES, device=device)
         self.state = torch.zeros(batch, 4, dtype=torch.int32, device=device)
         self.floors = torch.empty(batch, rows - 1, device=device)
         self.out = torch.empty(batch, gamma + 4, dtype=torch.int64, device=device)
@@ -84,7 +85,7 @@ def verify(target_logits, draft, samplings, log_uniforms, seeds, positions=None,
             call. None: new ones.
     Returns: VerifyResult.
     Cost: one launch, two where a row filters, and no host wait; reads the target once (the draft only without its
-        log-sum-exp), then one target row a sequence and little of one draft row; "block" reads both twice.
+        log-sum-exp), then little of one target and one draft row a sequence; "block" reads both twice.
     """
     purpose = COUPLED if method == "coupled" else RECOVER
     return _launch(target_logits, draft, samplings, log_uniforms, seeds, positions, method, purpose, workspaces).result
@@ -137,13 +138,14 @@ def _launch(
     varying = target, logits, ids, kept, log_u, seeds, positions
     arguments = (
         target, logits, ids, ws.inverse, ws.laws, ws.floors, kept, log_u, seeds, positions, ws.parts, ws.winners,
-        ws.state, ws.out, ws.logs, gamma, vocab, draft_vocab, ws.part,
+        ws.bounds, ws.state, ws.out, ws.logs, gamma, vocab, draft_vocab, ws.part,
     )  # fmt: skip
+    tiles = triton.next_power_of_2(ws.part // (8 * LANES))
     constants = dict(
-        METHOD=METHODS.index(method), PURPOSE=purpose, FILTERED=ws.filtered,
-        TOGETHER=ws.together and method != "coupled", R=ws.R, BLOCK=1024,
-        RACE=128, GAMMA=width, SPLITS=triton.next_power_of_2(ws.splits), KIND=kind, DENSE=vocab_ids is None,
-        ALIGNED=vocab % 4 == 0,
+        METHOD=METHODS.index(method), PURPOSE=purpose, FILTERED=ws.filtered, BLOCK=8 * LANES, LANES=LANES,
+        TILES=tiles, FEW=max(1, LANES // tiles), ROWS=rows, GAMMA=width,
+        SPLITS=triton.next_power_of_2(ws.splits), KIND=kind, DENSE=vocab_ids is None,
+        ALIGNED=vocab % 8 == 0 and draft_vocab % 8 == 0,
     )  # fmt: skip
     phases = phases or (((1, 2, 3) if method == "block" else (1, 3)) if INTERPRETED else (0,))
     for phase in phases:
