@@ -196,12 +196,12 @@ def main(path: str) -> None:
         bench.row("verify", "floor", "time", "us", device_times(empty.replay), mode="graph", note="an empty graph"),
         bench.row("verify", "floor", "bandwidth", "TB/s", bandwidth(), note="device copy"),
     ]
+    bench.append_rows(rows, path)
     compiled = torch.compile(reference.verify_token, dynamic=True)
     for vocab, batch, gamma in itertools.product(VOCABS, BATCHES, GAMMAS):
-        rows += shape_rows(batch, vocab, gamma, empty, compiled if gamma == 4 else None)
+        bench.append_rows(shape_rows(batch, vocab, gamma, empty, compiled if gamma == 4 else None), path)
         torch.cuda.empty_cache()
         print(f"V {vocab}, batch {batch}, gamma {gamma}", flush=True)
-    bench.append_rows(rows, path)
 
 
 def count(path: str) -> None:
