@@ -47,7 +47,7 @@ from flashspec_core.verify import kernel_step
 types = dict.fromkeys("laws floors kept log_u parts bounds logs".split(), "*fp32")
 types |= dict.fromkeys("ids seeds positions out".split(), "*i64")
 types |= dict.fromkeys("inverse winners state".split(), "*i32")
-verify = dict(PHASE=0, BLOCK=1024, LANES=128, TILES=8, FEW=16, ROWS=5, GAMMA=8, SPLITS=16, DENSE=True, ALIGNED=True)
+verify = dict(PHASE=0, BLOCK=1024, LANES=128, TILES=8, FEW=8, ROWS=5, GAMMA=8, SPLITS=16, DENSE=True, ALIGNED=True)
 cases = [(kernel_step._floors_kernel, dict(SKIP=16, GAMMA=8, BLOCK=4096), 8)]
 for method, kind in ((0, 2), (1, 1), (2, 0)):
     shape = dict(METHOD=method, PURPOSE=3, KIND=kind, FILTERED=method == 1)

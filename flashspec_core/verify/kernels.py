@@ -143,7 +143,7 @@ def _launch(
     tiles = triton.next_power_of_2(ws.part // (8 * LANES))
     constants = dict(
         METHOD=METHODS.index(method), PURPOSE=purpose, FILTERED=ws.filtered, BLOCK=8 * LANES, LANES=LANES,
-        TILES=tiles, FEW=max(1, LANES // tiles), ROWS=rows, GAMMA=width,
+        TILES=tiles, FEW=max(1, min(8, LANES // tiles)), ROWS=rows, GAMMA=width,
         SPLITS=triton.next_power_of_2(ws.splits), KIND=kind, DENSE=vocab_ids is None,
         ALIGNED=vocab % 8 == 0 and draft_vocab % 8 == 0,
     )  # fmt: skip
