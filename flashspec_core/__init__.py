@@ -16,7 +16,7 @@ _HOME = {
     "policies": "Contextual FixedArm Oracle Replay policy_from_json policy_to_json",
     "engine.chat": "Chat",
     "engine.decode": "RowError generate stream",
-    "engine.drafters": "EarlyExitDrafter ModelDrafter NGramDrafter",
+    "engine.drafters": "EagleDrafter EarlyExitDrafter MedusaDrafter ModelDrafter NGramDrafter load_drafter",
     "engine.models": "Target load_target",
 }
 _ROOM = {name: room for room, names in _HOME.items() for name in names.split()}

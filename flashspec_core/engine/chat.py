@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from flashspec_core.engine.checks import as_arms
 from flashspec_core.engine.decode import Run
+from flashspec_core.engine.drafters import feature_layers
 from flashspec_core.engine.kv_cache import CachedModel
 
 
@@ -22,7 +23,7 @@ class Chat:
 
     def __init__(self, target, arms, messages=(), **options):
         self.target, self.arms, self.messages, self.options = target, arms, list(messages), options
-        self._cached = CachedModel(target.model)
+        self._cached = CachedModel(target.model, feature_layers(as_arms(arms, gamma=1)))
 
     def say(self, text: str, **options):
         """Say something and get the answer; both join `messages`, unless the turn fails.

@@ -14,7 +14,7 @@ import torch
 
 from flashspec_core.bandits import UCB1
 from flashspec_core.engine.checks import as_arms, check_same_tokenizer, row_seeds
-from flashspec_core.engine.drafters import DraftContext
+from flashspec_core.engine.drafters import DraftContext, feature_layers
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.engine.text import TextStream, encode_prompts
 from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
@@ -147,7 +147,7 @@ class Run:
             raise ValueError(f"policy chooses among {wanted} arms, but {len(self.arms)} were given")
         prompts, self.is_batch = encode_prompts(target, prompt)
         samplings, seeds = row_samplings(o.sampling, len(prompts)), row_seeds(o.seed, len(prompts))
-        self.cached = cached or CachedModel(target.model)
+        self.cached = cached or CachedModel(target.model, feature_layers(self.arms))
         self.rows = []
         for i, ids in enumerate(prompts):
             end = min(len(ids) + o.max_new_tokens, target.max_length)
@@ -208,6 +208,8 @@ class Run:
         device = self.target.device
         samplings = [row.sampling for row in rows]
         context = DraftContext([row.ids for row in rows], [row.index for row in rows], self.target.vocab_size)
+        if self.cached.layers:
+            context.features, context.num_features = self.cached.features(context.token_ids, context.row_ids)
         seeds = torch.tensor([row.seed for row in rows], device=device)
         greedy, method, positions = all(s.greedy for s in samplings), self.options.method, None
         if method == "coupled":  # noise of (row seed, position), at every step the same

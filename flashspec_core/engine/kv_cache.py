@@ -11,6 +11,7 @@ import inspect
 import torch
 
 from flashspec_core.engine.cpu import narrow_products, plain_linears
+from flashspec_core.engine.heads import tapped
 
 PREFILL_CHUNK = 512  # tokens a row and pass while a long prompt is read
 
@@ -86,12 +87,14 @@ def _grown(tensor, capacity):
 class CachedModel:
     """A causal language model and the ids that its cache holds, row by row.
 
-    Args: model: a transformers causal language model; its cache must be able to roll back.
+    Args:
+        model: a transformers causal language model; its cache must be able to roll back.
+        layers: whose outputs are kept for draft heads, counted from 1.
     Raises: ValueError: the model is recurrent or keeps a cache of another kind.
     """
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, layers=()):
+        self.model, self.layers = model, sorted(set(layers))
         self.window = check_can_roll_back(model)
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.24
@@ -102,6 +105,7 @@ class CachedModel:
     def clear(self):
         """Forget everything and free the memory."""
         self.cache, self.ids, self.row_ids, self.num_read = KVCache(), [], [], 0
+        self.states = KVCache()  # of the tapped layers, [batch, 1, capacity, hidden] each
 
     @torch.inference_mode()
     def logits(self, token_ids: list[list[int]], keep: int, row_ids: list[int] | None = None):
@@ -133,12 +137,23 @@ class CachedModel:
                 return logits.gather(1, at.expand(-1, -1, logits.shape[2]))
             self._forward([ids[: min(len(ids) - keep, PREFILL_CHUNK)] for ids in pending], 1)
 
+    def features(self, token_ids: list[list[int]], row_ids: list[int]):
+        """What the tapped layers put out for the ids that have been read, as far as they are these.
+
+        Args: token_ids, row_ids: see logits.
+        Returns: {layer: [batch, capacity, hidden]}, and for each row how many of its ids' are there.
+        """
+        self._select(row_ids)
+        read = [common_prefix(held, ids) for held, ids in zip(self.ids, token_ids, strict=True)]
+        return {layer: kept[:, 0] for layer, kept in zip(self.layers, self.states.keys, strict=False)}, read
+
     def _select(self, row_ids):
         if row_ids == self.row_ids:
             return
         if set(row_ids) <= set(self.row_ids):
             rows = [self.row_ids.index(row) for row in row_ids]
             self.cache.select(rows)
+            self.states.select(rows)
             self.ids = [self.ids[i] for i in rows]
         else:
             self.clear()
@@ -155,8 +170,12 @@ class CachedModel:
             lowest = torch.finfo(self.mask_dtype).min
             mask = torch.zeros(mask.shape, dtype=self.mask_dtype, device=device).masked_fill_(~mask, lowest)
         options = {"use_cache": True, "logits_to_keep": keep, self.cache_argument: self.cache}
-        with narrow_products(self.linears):
+        with narrow_products(self.linears), tapped(self.model, self.layers) as seen:
             logits = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions, **options).logits
+        if self.layers:
+            self.states.begin(starts, width)
+            for i, layer in enumerate(self.layers):
+                self.states.update(seen[layer][:, None], seen[layer][:, None, :, :0], i)
         for held, ids in zip(self.ids, pending, strict=True):
             held.extend(ids)
         self.num_read += sum(map(len, pending))
