@@ -136,7 +136,9 @@ def test_the_command_writes_a_head_and_its_card(smollm2, tmp_path, capsys, monke
     monkeypatch.setattr(distill.dialogues, "OPENERS", {"chat": ("Hi",)})
     write = distill.dialogues.write
     monkeypatch.setattr(
-        distill.dialogues, "write", lambda *a, **o: write(*a, batch=2, steps=90, longest=(4, 8), progress=False, **o)
+        distill.dialogues,
+        "write",
+        lambda *a, **o: write(*a, batch=2, steps=90, longest=(4, 8), **{**o, "progress": False}),
     )
     where = ["--folder", str(tmp_path / "data"), "--out", str(tmp_path / "heads")]
     distill.main(

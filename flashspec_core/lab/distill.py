@@ -6,6 +6,7 @@ Training goes on from its last checkpoint. It leaves out the writing (dialogues.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import time
 from pathlib import Path
@@ -34,6 +35,15 @@ def most_frequent(written, size: int, always=()):
     return torch.from_numpy(kept), float(counts[kept].sum() / counts.sum())
 
 
+def _cuts(lengths, num_tokens):
+    """Where sorted lengths are cut, so that no group's longest times its size is above num_tokens."""
+    cuts = [0]
+    for i, length in enumerate(lengths):
+        if length * (i + 1 - cuts[-1]) > num_tokens and i > cuts[-1]:
+            cuts.append(i)
+    return cuts[1:]
+
+
 def batches(written, num_tokens: int, max_length: int, generator):
     """Dialogues of like length together, in random order, once.
 
@@ -46,13 +56,7 @@ def batches(written, num_tokens: int, max_length: int, generator):
     """
     lengths = np.array([min(len(ids), max_length) for ids in written.ids])
     order = np.argsort(lengths + generator.random(len(lengths)))
-    groups, start = [], 0
-    while start < len(order):
-        stop = start + 1
-        while stop < len(order) and lengths[order[stop]] * (stop - start + 1) <= num_tokens:
-            stop += 1
-        groups.append(order[start:stop])
-        start = stop
+    groups = np.split(order, _cuts(lengths[order], num_tokens))
     for i in generator.permutation(len(groups)):
         rows, width = groups[i], lengths[groups[i]].max()
         ids, answer = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), bool)
@@ -211,7 +215,8 @@ def train(
     head = KINDS[kind](config, target, vocab_ids).float()
     optimizer = torch.optim.AdamW(head.parameters(), learning_rate, (0.9, 0.95), weight_decay=0.01)
     order = lambda epoch: batches(learnt, batch_tokens, max_length, np.random.default_rng([seed, epoch]))  # noqa: E731
-    num_steps = epochs * sum(1 for _ in order(0))
+    lengths = np.sort([min(len(ids), max_length) for ids in learnt.ids])
+    num_steps = epochs * (1 + len(_cuts(lengths, batch_tokens)))
     curve, step, done, start = [], 0, 0, time.perf_counter()
     if checkpoint and Path(checkpoint).exists():
         state = torch.load(checkpoint, map_location=target.device, weights_only=True)
@@ -264,6 +269,7 @@ def distil(
     folder,
     held_out_tokens: int,
     seed: int = 0,
+    progress: bool = True,
     **options,
 ):
     """Write, teach, measure and keep one head with its card.
@@ -271,19 +277,19 @@ def distil(
     Args:
         target: what `load_target` returns.
         name: of the head.
-        domain, num_tokens, folder, seed: see dialogues.write.
+        domain, num_tokens, folder, seed, progress: see dialogues.write.
         kind, options: see train.
         out: folder of NAME.safetensors and NAME.json; a checkpoint lies in `folder` until the head is there.
         held_out_tokens: written with another seed in each domain, to measure on.
     Returns: The card, a dict.
     """
     folder, environment = Path(folder), bench.environment()
-    written = dialogues.write(target, domain, num_tokens, folder, seed=seed)
+    write = functools.partial(dialogues.write, target, folder=folder, progress=progress)
+    written = write(domain, num_tokens, seed=seed)
     checkpoint = folder / f"{name}-{seed}.checkpoint"
-    head, report = train(target, written, kind, seed=seed, checkpoint=checkpoint, **options)
+    head, report = train(target, written, kind, seed=seed, checkpoint=checkpoint, progress=progress, **options)
     measured = {
-        other: acceptance(target, head, dialogues.write(target, other, held_out_tokens, folder, seed=seed + 1))
-        for other in dialogues.OPENERS
+        other: acceptance(target, head, write(other, held_out_tokens, seed=seed + 1)) for other in dialogues.OPENERS
     }
     card = {
         "name": name,

@@ -1,0 +1,154 @@
+"""Whole answers on a CPU: every drafter by domain and temperature, beside untouched transformers and flashspec 0.3.1.
+
+One prompt after another, all ways in turn on each, so that a slow moment hits all. It leaves out the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+
+from flashspec_core.engine.decode import generate
+from flashspec_core.engine.drafters import EarlyExitDrafter, NGramDrafter, load_drafter
+from flashspec_core.engine.models import load_target
+from flashspec_core.engine.text import encode_prompts
+from flashspec_core.lab import bench, workloads
+from flashspec_core.records import Arm, Generation, Sampling
+
+GAMMAS = {"medusa-mixed": 3, "eagle-chat": 4, "eagle-code": 4, "eagle-mixed": 4}
+TEMPERATURES = (0.0, 0.7)
+
+
+@dataclass
+class Way:
+    """One way to an answer.
+
+    Args:
+        provider, gamma, note: of its rows.
+        answer: f(ids [1, length] int64, num_tokens, temperature) -> new ids, or the Generation that holds them.
+    """
+
+    provider: str
+    answer: object
+    gamma: int | str = ""
+    note: str = ""
+
+
+def own_ways(target, gammas=GAMMAS) -> list[Way]:
+    """Plain decoding, n-grams and each head, as rows of this package.
+
+    Args: target: what `load_target` returns; gammas: {name of a head: drafted tokens}.
+    """
+    arms = {"off": Arm(None), "n-gram": Arm(NGramDrafter(), 8)}
+    arms |= {name: Arm(load_drafter(name, target), gamma) for name, gamma in gammas.items()}
+
+    def answer(ids, num_tokens, temperature, arm):
+        return generate(target, arm, ids[0].tolist(), max_new_tokens=num_tokens, sampling=Sampling(temperature))
+
+    return [
+        Way("flashspec_core", lambda *a, arm=arm: answer(*a, arm=arm), arm.gamma or "", name)
+        for name, arm in arms.items()
+    ]
+
+
+def peers(target, plain) -> list[Way]:
+    """transformers' own ways on an untouched model, and flashspec 0.3.1 where it is installed.
+
+    Args: target: what `load_target` returns; plain: a transformers model of the same weights.
+    """
+
+    def answer(ids, num_tokens, temperature, **options):
+        law = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
+        law |= dict(attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens)
+        return plain.generate(input_ids=ids, **law, **options)[0, ids.shape[1] :].tolist()
+
+    quarter = max(1, target.model.config.num_hidden_layers // 4)
+    assistant = EarlyExitDrafter(target, quarter).cached.model
+    constant = dict(
+        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    ways = [
+        Way("transformers", answer),
+        Way("transformers-prompt-lookup", lambda *a: answer(*a, prompt_lookup_num_tokens=10), 10),
+        Way(
+            "transformers-assisted",
+            lambda *a: answer(*a, assistant_model=assistant, **constant),
+            4,
+            f"assistant: the first {quarter} layers",
+        ),
+    ]
+    try:
+        import flashspec
+        from flashspec.engine import NgramDrafter, TargetModel
+    except ImportError:
+        return ways
+    wrapped = TargetModel(str(target.path), target.device, target.dtype, model=plain)
+
+    def older(ids, num_tokens, temperature):
+        config = flashspec.FlashSpecConfig(
+            device=str(target.device),
+            drafter_strategy="bandit",
+            bandit=flashspec.BanditConfig(n_arms=1),
+            sampling=flashspec.SamplingConfig(temperature=temperature, seed=0),
+        )
+        out = flashspec.SpeculativeEngine(config, [NgramDrafter()], wrapped).generate(ids, max_new_tokens=num_tokens)
+        return out.output_ids[0, : out.n_tokens_generated].tolist()
+
+    return [*ways, Way("flashspec-0.3.1", older, "", "its n-gram drafter")]
+
+
+def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.PROMPTS, report=print) -> list[dict]:
+    """Tokens a second of every way, and of ours tokens a step and the acceptance rate too.
+
+    Args:
+        target: what `load_target` returns.
+        ways: Ways.
+        num_tokens: of an answer, which may end earlier.
+        prompts: {domain: texts}.
+        report: called with a line for each domain, temperature and way.
+    Returns: Rows; their quantiles are over the prompts.
+    """
+    rows = []
+    for domain, texts in prompts.items():
+        inputs = [torch.tensor(encode_prompts(target, workloads.chat_messages(text))[0]) for text in texts]
+        for temperature in TEMPERATURES:
+            speeds, outs = [[] for _ in ways], [[] for _ in ways]
+            for number, ids in enumerate(inputs):
+                for i, way in enumerate(ways):
+                    if not number:
+                        way.answer(ids, 8, temperature)  # the warm-up
+                    call = lambda w=way, x=ids, t=temperature, o=outs[i]: o.append(w.answer(x, num_tokens, t))  # noqa: E731
+                    (seconds,) = bench.measure(call, warmup=0, repeat=1)
+                    speeds[i].append(len(getattr(outs[i][-1], "token_ids", outs[i][-1])) / seconds)
+            for i, way in enumerate(ways):
+                cells = dict(mode="eager", model=target.name, batch=1, gamma=way.gamma, temperature=temperature)
+                cells |= dict(dtype=str(target.dtype).removeprefix("torch."), domain=domain, note=way.note)
+                cells |= dict(method="token" if way.provider == "flashspec_core" and way.gamma else "plain")
+                values = {("tokens_per_second", "1/s"): speeds[i]}
+                if isinstance(outs[i][0], Generation) and way.gamma:
+                    values["tokens_per_step", "1"] = [out.tokens_per_step for out in outs[i]]
+                    values["acceptance_rate", "1"] = [out.acceptance_rate for out in outs[i]]
+                new = [bench.row("decode", way.provider, *what, each, **cells) for what, each in values.items()]
+                report(f"{domain}, {temperature}: {way.provider} {way.note} {new[0]['p50']:.1f} tokens/s")
+                rows += new
+    return rows
+
+
+def main(arguments=None) -> None:
+    """python -m flashspec_core.lab.bench_cpu FILE. Args: arguments: a list, or None: the command's."""
+    from transformers import AutoModelForCausalLM
+
+    parser = argparse.ArgumentParser(prog="python -m flashspec_core.lab.bench_cpu", description=__doc__.splitlines()[0])
+    parser.add_argument("file", help="the CSV that rows are added to")
+    parser.add_argument("--dtype", help="default: the CPU's fast one")
+    parser.add_argument("--tokens", type=int, default=64)
+    o = parser.parse_args(arguments)
+    target = load_target(dtype=o.dtype, device="cpu")
+    plain = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype).eval()
+    bench.append_rows(answer_rows(target, own_ways(target) + peers(target, plain), o.tokens), o.file)
+
+
+if __name__ == "__main__":
+    main()
