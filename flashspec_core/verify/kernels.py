@@ -140,27 +140,22 @@ def _launch(
         target, logits, ids, ws.inverse, ws.laws, ws.floors, kept, log_u, seeds, positions, ws.parts, ws.winners,
         ws.bounds, ws.state, ws.out, ws.logs, gamma, vocab, draft_vocab, ws.part,
     )  # fmt: skip
-    tiles = triton.next_power_of_2(ws.part // (8 * LANES))
-    constants = dict(
-        METHOD=METHODS.index(method), PURPOSE=purpose, FILTERED=ws.filtered, BLOCK=8 * LANES, LANES=LANES,
-        TILES=tiles, FEW=max(1, min(8, LANES // tiles)), ROWS=rows, GAMMA=width,
-        SPLITS=triton.next_power_of_2(ws.splits), KIND=kind, DENSE=vocab_ids is None,
-        ALIGNED=vocab % 8 == 0 and draft_vocab % 8 == 0,
-    )  # fmt: skip
     phases = phases or (((1, 2, 3) if method == "block" else (1, 3)) if INTERPRETED else (0,))
+    places = [t.data_ptr() % 16 for t in varying]
+    key = (target.dtype, logits.dtype, method, purpose, ws.filtered, kind, vocab_ids is None, draft_vocab, *places)
     for phase in phases:
-        key = (
-            phase,
-            target.dtype,
-            logits.dtype,
-            draft_vocab,
-            *constants.values(),
-            *(t.data_ptr() % 16 for t in varying),
-        )
-        if key in ws.compiled:  # past Triton's own look-up, which takes longer than the launch
-            ws.compiled[key][ws.splits, batch, 1](*arguments, phase, *constants.values())
+        if (phase, key) in ws.compiled:  # past Triton's own look-up, which takes longer than the launch
+            launch, constants = ws.compiled[phase, key]
+            launch(*arguments, phase, *constants)
             continue
+        tiles = triton.next_power_of_2(ws.part // (8 * LANES))
+        constants = dict(
+            METHOD=METHODS.index(method), PURPOSE=purpose, FILTERED=ws.filtered, BLOCK=8 * LANES, LANES=LANES,
+            TILES=tiles, FEW=max(1, min(8, LANES // tiles)), ROWS=rows, GAMMA=width,
+            SPLITS=triton.next_power_of_2(ws.splits), KIND=kind, DENSE=vocab_ids is None,
+            ALIGNED=vocab % 8 == 0 and draft_vocab % 8 == 0,
+        )  # fmt: skip
         compiled = _verify_kernel[ws.splits, batch](*arguments, PHASE=phase, **constants, num_warps=4)
         if not INTERPRETED:
-            ws.compiled[key] = compiled
+            ws.compiled[phase, key] = compiled[ws.splits, batch, 1], tuple(constants.values())
     return ws
