@@ -147,7 +147,8 @@ class Run:
             raise ValueError(f"policy chooses among {wanted} arms, but {len(self.arms)} were given")
         prompts, self.is_batch = encode_prompts(target, prompt)
         samplings, seeds = row_samplings(o.sampling, len(prompts)), row_seeds(o.seed, len(prompts))
-        self.cached = cached or CachedModel(target.model, feature_layers(self.arms))
+        self.layers = feature_layers(self.arms)
+        self.cached = cached or CachedModel(target.model, self.layers)
         self.rows = []
         for i, ids in enumerate(prompts):
             end = min(len(ids) + o.max_new_tokens, target.max_length)
@@ -208,7 +209,7 @@ class Run:
         device = self.target.device
         samplings = [row.sampling for row in rows]
         context = DraftContext([row.ids for row in rows], [row.index for row in rows], self.target.vocab_size)
-        if self.cached.layers:
+        if self.layers:
             context.features, context.num_features = self.cached.features(context.token_ids, context.row_ids)
         seeds = torch.tensor([row.seed for row in rows], device=device)
         greedy, method, positions = all(s.greedy for s in samplings), self.options.method, None
