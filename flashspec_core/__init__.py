@@ -16,7 +16,8 @@ _HOME = {
     "policies": "Contextual FixedArm Oracle Replay policy_from_json policy_to_json",
     "engine.chat": "Chat",
     "engine.decode": "RowError generate stream",
-    "engine.drafters": "EagleDrafter EarlyExitDrafter MedusaDrafter ModelDrafter NGramDrafter load_drafter",
+    "engine.drafters": "CascadeDrafter EarlyExitDrafter ModelDrafter NGramDrafter",
+    "engine.head_drafters": "EagleDrafter MedusaDrafter load_drafter",
     "engine.models": "Target load_target",
 }
 _ROOM = {name: room for room, names in _HOME.items() for name in names.split()}

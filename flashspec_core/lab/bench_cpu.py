@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from flashspec_core.engine.decode import generate
-from flashspec_core.engine.drafters import EarlyExitDrafter, NGramDrafter, load_drafter
+from flashspec_core.engine.drafters import EarlyExitDrafter, NGramDrafter
+from flashspec_core.engine.head_drafters import load_drafter
 from flashspec_core.engine.models import load_target
 from flashspec_core.engine.text import encode_prompts
 from flashspec_core.lab import bench, workloads

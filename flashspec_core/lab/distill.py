@@ -145,6 +145,17 @@ def _chains(target, head, ids, answer, depth):
         yield logits[:, : said.shape[1]][said], target_logits[:, at][said], sums[:, at][said], cooler[:, at][said]
 
 
+def _loss(chains, share: float):
+    """Cross entropy at temperature 1, and by `share` minus the log of the acceptance rate, summed over depths."""
+    loss = 0.0
+    for logits, target_logits, sums, cooler in chains:
+        law = (target_logits.float() - sums[:, None]).exp()
+        entropy = -(law * logits.float().log_softmax(-1)).sum(-1).mean()
+        miss = -chances(logits, target_logits, cooler).clamp_min(1e-4).log().mean()
+        loss = loss + (1 - share) * entropy + share * miss
+    return loss
+
+
 @torch.no_grad()
 def acceptance(target, head, written, depth: int = 4, batch_tokens: int = 4096, max_length: int = 512) -> dict:
     """What a head's tokens would meet with on the answers of some dialogues, each depth by itself.
@@ -233,13 +244,8 @@ def train(
                 ids, answer, share = ids.to(target.device), answer.to(target.device), step / num_steps
                 pace = min(1.0, step / (0.03 * num_steps)) * (0.05 + 0.95 * (1 + math.cos(math.pi * share)) / 2)
                 optimizer.param_groups[0]["lr"] = learning_rate * pace
-                loss = 0.0
                 with torch.autocast(target.device.type, torch.bfloat16, enabled=cuda):
-                    for q, p, sums, cooler in _chains(target, head, ids, answer, depth):
-                        p_soft = (p.float() - sums[:, None]).exp()
-                        entropy = -(p_soft * q.float().log_softmax(-1)).sum(-1).mean()
-                        miss = -chances(q, p, cooler).clamp_min(1e-4).log().mean()
-                        loss = loss + ((1 - share) * entropy + share * miss) / depth
+                    loss = _loss(_chains(target, head, ids, answer, depth), share) / depth
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)

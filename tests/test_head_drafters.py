@@ -1,0 +1,126 @@
+"""Drafters with a head: their rule whatever the cache holds, noise, the text's law, other arms beside them."""
+
+import pytest
+import torch
+from conftest import greedy_ids, make_target, random_ids
+from test_heads import DRAFTERS, eagle_by_rule, make_head, tapped_states
+from torch.nn import functional as F
+
+import flashspec_core as fs
+from flashspec_core.engine import heads
+from flashspec_core.engine.drafters import DraftContext
+from flashspec_core.engine.kv_cache import CachedModel
+from flashspec_core.lab.fit import chi_square_p
+from flashspec_core.noise import COUPLED, DraftNoise, gumbels
+
+WARM = fs.Sampling(temperature=1.0)
+
+
+def context_of(target, cached, texts, row_ids=None):
+    row_ids = row_ids or list(range(len(texts)))
+    cached.logits(texts, 1, row_ids)  # the target has read all; the last id as good as not
+    context = DraftContext([list(ids) for ids in texts], row_ids, target.vocab_size)
+    context.features, read = cached.features(context.token_ids, row_ids)
+    context.num_features = [n - 1 for n in read]
+    return context
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_eagle_drafts_by_its_rule_whatever_its_cache_holds(family):
+    target = make_target(family)
+    head, cached = make_head(target, "eagle"), CachedModel(target.model, heads.head_config(target, "eagle").layers)
+    drafter, seeds = fs.EagleDrafter(head), torch.tensor([3, 4])
+    a, b = random_ids(6), random_ids(9, 1)
+    for texts, rows in (
+        ([a, b], [0, 1]),
+        ([a + [5], b + [6, 7, 8]], [0, 1]),  # ragged
+        ([a + [5] + random_ids(7, 2), b + [6, 9]], [0, 1]),  # after an idle time; and one that went back
+        ([b + [6, 9, 11]], [1]),  # a row has left
+        ([b + [6, 9, 11]], [1]),  # nothing new
+    ):
+        context = context_of(target, cached, texts, rows)
+        out = drafter.draft(context, 3, [WARM] * len(texts), DraftNoise(seeds[: len(texts)]))
+        assert out.vocab_ids is head.vocab_ids and out.token_ids.shape == (len(texts), 3)
+        for i, ids in enumerate(texts):
+            wanted = eagle_by_rule(head, target, ids, out.token_ids[i, :-1].tolist())
+            torch.testing.assert_close(out.logits[i], wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_medusa_drafts_by_its_rule_and_no_deeper_than_its_blocks():
+    target = make_target()
+    head, cached = make_head(target, "medusa"), CachedModel(target.model, [3])
+    texts = [random_ids(6), random_ids(9, 1)]
+    out = fs.MedusaDrafter(head).draft(context_of(target, cached, texts), 9, [WARM] * 2, DraftNoise(torch.arange(2)))
+    assert out.token_ids.shape == (2, head.config.depth)
+    for i, ids in enumerate(texts):
+        h = target.model.model.norm(tapped_states(target, ids, (3,))[-2])
+        wanted = torch.stack([F.linear(h + F.silu(block @ h), head.rows) for block in head.blocks])
+        torch.testing.assert_close(out.logits[i], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_coupled_draws_with_the_noise_of_the_target_ids(kind):
+    target = make_target()
+    head = make_head(target, kind)
+    context = context_of(target, CachedModel(target.model, head.config.layers), [random_ids(6)])
+    out = DRAFTERS[kind](head).draft(context, 2, [WARM], DraftNoise(torch.tensor([7]), torch.tensor([6])))
+    for i in range(2):
+        noise = gumbels(torch.tensor([7]), 101, COUPLED, torch.tensor([6 + i]))[0, head.vocab_ids]
+        assert int(out.token_ids[0, i]) == int(head.vocab_ids[(out.logits[0, i] + noise).argmax()])
+
+
+def cascade(head):
+    return fs.CascadeDrafter(fs.Arm(fs.NGramDrafter(1), 2), fs.Arm(fs.EagleDrafter(head), 3))
+
+
+def test_a_cascade_asks_the_next_where_a_row_got_nothing():
+    target = make_target()
+    head, noise = make_head(target, "eagle"), DraftNoise(torch.arange(2))
+    cached, drafter = CachedModel(target.model, head.config.layers), cascade(head)
+    assert drafter.feature_layers == set(head.config.layers) and drafter.name == "n-gram, else eagle"
+    found, none = [1, 2, 3, 1, 2], [4, 5, 6]
+    context = context_of(target, cached, [found])
+    assert drafter.draft(context, 8, [WARM], noise).token_ids.tolist() == [[3, 1]]
+    context = context_of(target, cached, [found, none])
+    out = drafter.draft(context, 8, [WARM] * 2, noise)
+    assert out.token_ids.shape == (2, 3) and out.vocab_ids is head.vocab_ids
+    with pytest.raises(ValueError, match="arms with a drafter, at least one"):
+        fs.CascadeDrafter(fs.Arm(None))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "cascade"])
+@pytest.mark.parametrize("method", ["token", "block"])
+def test_the_text_keeps_the_targets_law(kind, method):
+    # the first token is plain, since nothing has been read; the two behind it are drafted, one in five impossible to
+    target = make_target(vocab=6, layers=2)
+    head = make_head(target, "medusa" if kind == "medusa" else "eagle", vocab_ids=[0, 1, 2, 4, 5])
+    drafter = {**DRAFTERS, "cascade": cascade}[kind](head)
+    prompt, sampling = [1, 2, 3], fs.Sampling(temperature=1.5)
+    out = fs.generate(
+        target, fs.Arm(drafter, 3), [prompt] * 4000, max_new_tokens=4, sampling=sampling, method=method, seed=11
+    )
+    assert sum(s.num_accepted for o in out for s in o.steps) > 600
+    texts = torch.cartesian_prod(*[torch.arange(6)] * 3)
+    with torch.no_grad():
+        logits = target.model(input_ids=torch.cat([torch.tensor([prompt]).expand(216, -1), texts], 1)).logits
+    law = (logits[:, 2:5] / 1.5).log_softmax(-1).gather(-1, texts[..., None]).sum((1, 2)).exp()
+    ids = torch.tensor([o.token_ids[:3] for o in out]) @ torch.tensor([36, 6, 1])
+    assert chi_square_p(torch.bincount(ids, minlength=216).numpy(), law.numpy()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_greedy_text_is_the_targets_own_beside_other_arms(kind):
+    target = make_target("mistral")
+    arms = [fs.Arm(DRAFTERS[kind](make_head(target, kind)), 4), fs.Arm(None), fs.Arm(fs.NGramDrafter(), 2)]
+    prompts = [random_ids(5), random_ids(11, 1)]
+    for out, ids in zip(fs.generate(target, arms, prompts, max_new_tokens=25), prompts, strict=True):
+        assert out.token_ids == greedy_ids(target, ids, 25)
+        assert {0, 1, 2} == set(out.arms)
+
+
+def test_a_chat_drafts_from_its_second_step_on():
+    target = make_target()
+    target.tokenizer = None
+    drafter = fs.EagleDrafter(make_head(target, "eagle"))
+    steps = list(fs.stream(target, drafter, random_ids(5), max_new_tokens=12))
+    assert steps[0].num_draft_tokens == 0 and all(s.num_draft_tokens > 0 for s in steps[1:-1])
