@@ -25,7 +25,7 @@ def test_dialogues_have_the_templates_form_and_an_opener(smollm2, tiny, tmp_path
         said = smollm2.tokenizer.decode(ids)
         user = said.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
         assert user.startswith(tuple(OPENERS["code"]))
-        assert said.endswith("<|im_end|>") and said.count("<|im_end|>") == 3
+        assert said.count("<|im_end|>") == 2 + said.endswith("<|im_end|>")  # the last one of a row may have been cut
         assert smollm2.tokenizer.decode(ids[:answer]).endswith("<|im_start|>assistant\n")
         assert 1 <= len(ids) - answer <= 13
 
@@ -49,6 +49,8 @@ def test_writing_goes_on_where_it_stopped(tiny, tmp_path):
     assert len(sorted(folder.glob("code-0-*.npz"))) == len(first) + 1
     for a, b in zip(dialogues.ids, again.ids, strict=False):
         assert np.array_equal(a, b)
+    other = write(tiny, "code", 1, folder, **{**OPTIONS, "longest": (6, 11)})  # its own shards
+    assert len(other.ids) and len(sorted(folder.glob("code-0-*.npz"))) == len(first) + 2
     first[-1].unlink()
     rewritten = write(tiny, "code", dialogues.num_tokens, folder, **OPTIONS)
     assert all(np.array_equal(a, b) for a, b in zip(dialogues.ids, rewritten.ids, strict=True))
@@ -66,6 +68,6 @@ def test_files_keep_dialogues_and_empty_ones(tmp_path):
 def test_other_domains_and_too_few_steps_are_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="domain must be one of .*'mixed'.*, got 'tea'"):
         write(tiny, "tea", 10, tmp_path, progress=False)
-    with pytest.raises(ValueError, match="steps that let a dialogue end, got 5"):
+    with pytest.raises(ValueError, match="steps that let an answer begin, got 5"):
         write(tiny, "chat", 10, tmp_path, batch=1, steps=5, progress=False)
     assert tiny.model.config._attn_implementation == "sdpa"

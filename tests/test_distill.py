@@ -34,12 +34,12 @@ def written(target):
 def test_unrolled_logits_are_those_of_drafting(target, kind):
     head, ids = make_head(target, kind), [5, 9, 2, 33, 41, 7, 8, 20]
     with torch.no_grad():
-        features, logits, sums, cooler = distill.read(target, head, torch.tensor([ids]))
+        features, logits, sums = distill.read(target, head, torch.tensor([ids]))
         chains = list(distill.unrolled(head, torch.tensor([ids]), features, 3))
         plain = target.model(input_ids=torch.tensor([ids])).logits[0]
     torch.testing.assert_close(logits[0], plain[:, head.vocab_ids], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(sums[0], plain.logsumexp(-1))
-    torch.testing.assert_close(cooler[0], (plain / 0.7).logsumexp(-1))
+    wanted = torch.stack([plain.logsumexp(-1), (plain / 0.7).logsumexp(-1), plain.amax(-1)], -1)
+    torch.testing.assert_close(sums[0], wanted)
     for t in range(4):  # chain t: the ids up to t + 1 are committed, the next ones drafted
         if kind == "eagle":
             wanted = eagle_by_rule(head, target, ids[: t + 2], ids[t + 2 : t + 4])
@@ -74,7 +74,8 @@ def test_acceptance_counts_the_answers_alone_and_each_depth(target):
                 torch.minimum((q / 0.7).softmax(-1), law[t + 1 + k]).sum() for q, t in zip(own, bases, strict=True)
             ]
             assert got["acceptance_rate"][k] == pytest.approx(float(torch.stack(overlap).mean()), abs=1e-4)
-            same = [float(q.argmax() == law[t + 1 + k].argmax()) for q, t in zip(own, bases, strict=True)]
+            best = [int(head.vocab_ids[q.argmax()]) for q in own]
+            same = [float(b == int(logits[t + 1 + k].argmax())) for b, t in zip(best, bases, strict=True)]
             assert got["greedy"][k] == pytest.approx(np.mean(same))
 
 
@@ -104,8 +105,25 @@ def test_training_goes_on_from_its_checkpoint_and_ends_the_same(target, written,
         distill.train(target, written, "medusa", checkpoint=tmp_path / "state", **SMALL)
     resumed, report = distill.train(target, written, "medusa", checkpoint=tmp_path / "state", **SMALL)
     assert len(calls) == 5 and len(report["curve"]) == 4  # two points before, two behind
+    with pytest.raises(ValueError, match="state is of other data or settings; delete it"):
+        distill.train(target, written, "medusa", checkpoint=tmp_path / "state", **{**SMALL, "epochs": 2})
     for name, weight in whole.named_parameters():
         torch.testing.assert_close(resumed.get_parameter(name), weight)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_sixteen_bit_target_teaches_too(written, kind):
+    target = make_target(vocab=60, layers=2)
+    target.model.to(torch.bfloat16)
+    head, _ = distill.train(target, written, kind, **{**SMALL, "epochs": 1})
+    assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
+
+
+def test_what_is_measured_on_is_not_learnt_from_and_comes_from_everywhere(target, written):
+    with pytest.raises(ValueError, match="at least 2 dialogues"):
+        distill.train(target, Dialogues(written.ids[:1], [4]), "medusa", **SMALL)
+    _, report = distill.train(target, written, "medusa", **{**SMALL, "epochs": 1})
+    assert report["num_tokens"] == sum(len(ids) for i, ids in enumerate(written.ids) if i % 5)
 
 
 def test_batches_hold_every_dialogue_once_and_no_more_than_asked():
@@ -127,12 +145,13 @@ def test_most_frequent_ids_are_of_the_answers_and_keep_what_must_be():
     ids, coverage = distill.most_frequent(written, 2)
     assert ids.tolist() == [3, 5] and coverage == pytest.approx(5 / 6)
     assert distill.most_frequent(written, 2, always={1})[0].tolist() == [1, 3]
+    assert distill.most_frequent(written, 2, always={40})[0].tolist() == [3, 40]
 
 
 def test_the_command_writes_a_head_and_its_card(smollm2, tmp_path, capsys, monkeypatch):
     tiny = make_target(vocab=49_152, layers=1)
     tiny.tokenizer = smollm2.tokenizer
-    monkeypatch.setattr(distill, "load_target", lambda name: tiny)
+    monkeypatch.setattr(distill, "load_target", lambda name, dtype: tiny)
     monkeypatch.setattr(distill.dialogues, "OPENERS", {"chat": ("Hi",)})
     write = distill.dialogues.write
     monkeypatch.setattr(

@@ -20,8 +20,7 @@ def context_of(target, cached, texts, row_ids=None):
     row_ids = row_ids or list(range(len(texts)))
     cached.logits(texts, 1, row_ids)  # the target has read all; the last id as good as not
     context = DraftContext([list(ids) for ids in texts], row_ids, target.vocab_size)
-    context.features, read = cached.features(context.token_ids, row_ids)
-    context.num_features = [n - 1 for n in read]
+    context.features, context.num_features = cached.features(context.token_ids, row_ids)
     return context
 
 
@@ -44,6 +43,62 @@ def test_eagle_drafts_by_its_rule_whatever_its_cache_holds(family):
         for i, ids in enumerate(texts):
             wanted = eagle_by_rule(head, target, ids, out.token_ids[i, :-1].tolist())
             torch.testing.assert_close(out.logits[i], wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_a_pass_that_fails_leaves_no_entries_behind(monkeypatch):
+    target = make_target()
+    head, cached = make_head(target, "eagle"), CachedModel(target.model, heads.head_config(target, "eagle").layers)
+    drafter, noise, ids = fs.EagleDrafter(head), DraftNoise(torch.tensor([3])), random_ids(6)
+    drafter.draft(context_of(target, cached, [ids]), 2, [WARM], noise)
+    ids += random_ids(4, 1)
+    context = context_of(target, cached, [ids])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(drafter, "_pass", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        drafter.draft(context, 2, [WARM], noise)
+    out = drafter.draft(context, 2, [WARM], noise)
+    wanted = eagle_by_rule(head, target, ids, out.token_ids[0, :-1].tolist())
+    torch.testing.assert_close(out.logits[0], wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_another_targets_head_is_refused_and_an_empty_first_draft_is_no_proof():
+    target = make_target()
+    with pytest.raises(ValueError, match="a head made for this very target, got drafter 'eagle'"):
+        fs.generate(make_target(seed=1), fs.EagleDrafter(make_head(target, "eagle")), [1, 2, 3])
+    drafter = fs.MedusaDrafter(make_head(target, "medusa"))
+    drawn = drafter._drawn
+    drafter._drawn = lambda *a: (drawn(*a)[0], drawn(*a)[1] + 1)  # q sums to less than 1
+    with pytest.raises(ValueError, match="a draft law q that sums to 1"):
+        fs.generate(target, drafter, [1, 2, 3], sampling=WARM, max_new_tokens=8)
+
+
+def test_no_policy_learns_from_a_step_in_which_heads_cannot_draft():
+    class Listens(fs.FixedArm):
+        def update(self, arm, reward, feedback=None):
+            seen.append(feedback.step)
+
+    target, seen = make_target(), []
+    fs.generate(target, fs.MedusaDrafter(make_head(target, "medusa")), [1, 2, 3], policy=Listens(0), max_new_tokens=6)
+    assert seen and min(seen) == 1
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_draft_too_and_turn_by_the_same_angles(kind, dtype):
+    target = make_target()
+    target.model.to(dtype)
+    head = make_head(target, kind).to(dtype)
+    assert kind == "medusa" or head.frequencies.dtype == torch.float32
+    out = fs.generate(target, DRAFTERS[kind](head), [1, 2, 3], sampling=WARM, max_new_tokens=8)
+    assert len(out.token_ids) == 8 and sum(s.num_draft_tokens for s in out.steps) > 0
+
+
+def test_a_chats_turns_draft_from_their_second_step_on(smollm2):
+    tiny = make_target(vocab=49_152, layers=1)
+    tiny.tokenizer = smollm2.tokenizer
+    chat = fs.Chat(tiny, fs.EagleDrafter(make_head(tiny, "eagle")), max_new_tokens=6)
+    for turn in (chat.say("Hello."), chat.say("And now?")):
+        assert turn.steps[0].num_draft_tokens == 0 and turn.steps[1].num_draft_tokens > 0
+    chat.close()
 
 
 def test_medusa_drafts_by_its_rule_and_no_deeper_than_its_blocks():
@@ -116,11 +171,3 @@ def test_greedy_text_is_the_targets_own_beside_other_arms(kind):
     for out, ids in zip(fs.generate(target, arms, prompts, max_new_tokens=25), prompts, strict=True):
         assert out.token_ids == greedy_ids(target, ids, 25)
         assert {0, 1, 2} == set(out.arms)
-
-
-def test_a_chat_drafts_from_its_second_step_on():
-    target = make_target()
-    target.tokenizer = None
-    drafter = fs.EagleDrafter(make_head(target, "eagle"))
-    steps = list(fs.stream(target, drafter, random_ids(5), max_new_tokens=12))
-    assert steps[0].num_draft_tokens == 0 and all(s.num_draft_tokens > 0 for s in steps[1:-1])

@@ -69,3 +69,16 @@ def check_same_tokenizer(target, drafter) -> None:
             f"drafter {drafter.name!r} has another tokenizer: {token!r} is id {a.get(token)} in the target's and "
             f"{b.get(token)} in the drafter's; a draft must be in the target's ids"
         )
+
+
+def check_same_target(target, drafter) -> None:
+    """Refuse a draft head that was made for another model.
+
+    Args:
+        target: with `model`.
+        drafter: with `head` or without.
+    Raises: ValueError: it reads other embeddings than the target's.
+    """
+    shared = getattr(getattr(drafter, "head", None), "shared", None)
+    if shared is not None and shared["embed"] is not target.model.get_input_embeddings():
+        raise ValueError(f"expected a head made for this very target, got drafter {drafter.name!r}; see load_drafter")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from flashspec_core.bandits import UCB1
-from flashspec_core.engine.checks import as_arms, check_same_tokenizer, row_seeds
+from flashspec_core.engine.checks import as_arms, check_same_target, check_same_tokenizer, row_seeds
 from flashspec_core.engine.drafters import DraftContext, feature_layers
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.engine.text import TextStream, encode_prompts
@@ -141,6 +141,7 @@ class Run:
         self.arms = as_arms(arms, check_gamma(o.gamma))
         for drafter in {id(a.drafter): a.drafter for a in self.arms if a.drafter is not None}.values():
             check_same_tokenizer(target, drafter)
+            check_same_target(target, drafter)
         self.policy = o.policy or (FixedArm(0) if len(self.arms) == 1 else UCB1(len(self.arms)))
         wanted = getattr(self.policy, "num_arms", None)
         if wanted is not None and wanted != len(self.arms):
@@ -284,7 +285,7 @@ class Run:
                 record.reward = record.accepted_fraction
             elif self.fastest:
                 record.reward = len(record.token_ids) / seconds / self.fastest
-        if self.num_steps or not by_time:
+        if self.num_steps or not (by_time or self.layers):
             self.policy.update(arm_index, fmean(r.reward for r in records), feedback)
         self.num_steps += 1
         seconds = time.perf_counter() - start
@@ -305,7 +306,7 @@ class Run:
             width = draft.token_ids.shape[-1] if isinstance(draft.token_ids, torch.Tensor) else gamma
             shape = (len(rows), min(gamma, width), context.vocab_size)
             check_draft(draft, *shape)
-            if id(arm.drafter) not in self.checked:  # reads all of q, so a drafter shows it once
+            if id(arm.drafter) not in self.checked and width:  # reads all of q, so a drafter shows it once
                 check_normalised(draft, samplings)
                 self.checked.add(id(arm.drafter))
         except (ValueError, AttributeError) as error:

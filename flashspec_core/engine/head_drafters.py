@@ -132,6 +132,7 @@ class EagleDrafter(HeadDrafter):
             states = self._pass(token_ids, self.head.reduce(kept), starts)
             states = states[rows, torch.tensor([[len(row) - 1] for row in new], device=device)]
             starts = [start + len(row) - 1 for start, row in zip(starts, new, strict=True)]
+            self.ids = [list(now) for now in context.token_ids]  # not before its entries are there
         self._own, self._ends = states, starts
         return self.head.logits(self.head.last_norm(states[:, 0]))
 
@@ -146,9 +147,9 @@ class EagleDrafter(HeadDrafter):
                 self.cache, self.ids = KVCache(), [[] for _ in context.row_ids]
             self.row_ids = list(context.row_ids)
         same = [common_prefix(held, now) for held, now in zip(self.ids, context.token_ids, strict=True)]
-        self.ids = [list(now) for now in context.token_ids]
-        starts = [max(0, min(n - 1, len(now) - 2)) for n, now in zip(same, self.ids, strict=True)]
-        return starts, [now[start + 1 :] for start, now in zip(starts, self.ids, strict=True)]
+        starts = [max(0, min(n - 1, len(now) - 2)) for n, now in zip(same, context.token_ids, strict=True)]
+        self.ids = [now[: start + 1] for start, now in zip(starts, context.token_ids, strict=True)]
+        return starts, [now[start + 1 :] for start, now in zip(starts, context.token_ids, strict=True)]
 
     def _pass(self, token_ids, features, starts):
         width = token_ids.shape[1]

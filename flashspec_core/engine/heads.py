@@ -53,14 +53,16 @@ def head_config(target, kind: str, *, layers=None, depth: int = 4, intermediate_
         kind: "eagle" or "medusa".
         layers: see HeadConfig; None: a third, two thirds and all of the layers (eagle), the last (medusa).
         depth: tokens that it drafts in training.
-        intermediate_size: None: the target's twice-hidden.
+        intermediate_size: None: twice the hidden size.
     Raises: ValueError: an unknown kind, layers that the target lacks, or a model without `model.layers`.
     """
     config = target.model.config.get_text_config()
     count = len(_stack(target.model).layers)
     layers = tuple(layers or ((count,) if kind == "medusa" else sorted({max(1, count * i // 3) for i in (1, 2, 3)})))
-    if kind not in ("eagle", "medusa") or not all(1 <= layer <= count for layer in layers):
-        raise ValueError(f"expected kind 'eagle' or 'medusa' and layers in 1..{count}, got {kind!r}, {layers}")
+    fits = all(1 <= layer <= count for layer in layers) and (kind != "medusa" or layers == (count,))
+    if kind not in KINDS or not fits:
+        wanted = f"kind 'eagle' or 'medusa' and layers in 1..{count} (medusa: {count} alone)"
+        raise ValueError(f"expected {wanted}, got {kind!r}, {layers}")
     shape = dict(hidden_size=config.hidden_size, vocab_size=target.vocab_size, num_layers=count, layers=layers)
     if kind == "medusa":
         return HeadConfig(kind, depth=depth, eps=config.rms_norm_eps, **shape)
@@ -82,7 +84,7 @@ class Head(nn.Module):
 
     Args:
         config: HeadConfig.
-        target: what `load_target` returns; its embeddings, last norm and output rows are used and not copied or stored.
+        target: what `load_target` returns; its embeddings, last norm and output rows are used and never stored.
         vocab_ids: [draft_vocab] int64, sorted: the ids that it can draft.
     """
 
@@ -149,14 +151,13 @@ class EagleHead(Head):
         self.down = linear(c.intermediate_size, size)
         for name in ("embed_norm", "feature_norm", "attention_norm", "mlp_norm", "last_norm"):
             setattr(self, name, nn.RMSNorm(size, eps=c.eps))
-        frequencies = c.rope_theta ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
-        self.register_buffer("frequencies", frequencies, persistent=False)
         self.to(target.device, target.dtype)
-        self.frequencies = frequencies.to(target.device)  # float32 whatever the dtype
+        # no buffer: float32 whatever the head's dtype, or far positions turn by wrong angles
+        self.frequencies = c.rope_theta ** (-torch.arange(0, self.head_dim, 2, device=target.device) / self.head_dim)
 
     def start(self, token_ids, features):
         """The layer's input. Args: token_ids: [...]; features: [..., hidden], reduced or own. Returns: as features."""
-        embedded = self.embed_norm(self.shared["embed"](token_ids))
+        embedded = self.embed_norm(self.shared["embed"](token_ids).to(features.dtype))
         return self.mix(torch.cat([embedded, self.feature_norm(features)], -1))
 
     def attend(self, x, positions):
@@ -272,6 +273,7 @@ def load_head(path, target) -> Head:
             values = json.loads(file.metadata()["config"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         config = HeadConfig(**{**values, "layers": tuple(values["layers"])})
+        kind = KINDS[config.kind]
     except FileNotFoundError:
         raise
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -282,10 +284,11 @@ def load_head(path, target) -> Head:
     if ours != theirs:
         what = "(hidden size, vocabulary, layers)"
         raise ValueError(f"expected a head for a target of {what} {ours}, got one for {theirs} in {path}")
-    head = KINDS[config.kind](config, target, tensors.pop("vocab_ids"))
-    parameters = dict(head.named_parameters())
+    head = kind(config, target, tensors["vocab_ids"])
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in head.named_parameters():
+            if name not in tensors:
+                raise ValueError(f"expected a draft head in {path}, got one without {name}")
             weight = tensors[name].float()
             parameter.copy_(weight * tensors[name + ".scale"] if name + ".scale" in tensors else weight)
     return head.eval().requires_grad_(False)

@@ -141,10 +141,10 @@ class CachedModel:
         """What the tapped layers put out for the ids that have been read, as far as they are these.
 
         Args: token_ids, row_ids: see logits.
-        Returns: {layer: [batch, capacity, hidden]}, and for each row how many of its ids' are there.
+        Returns: {layer: [batch, capacity, hidden]}, and for each row how many of its ids' are there, the last id aside.
         """
         self._select(row_ids)
-        read = [common_prefix(held, ids) for held, ids in zip(self.ids, token_ids, strict=True)]
+        read = [min(common_prefix(held, ids), len(ids) - 1) for held, ids in zip(self.ids, token_ids, strict=True)]
         return {layer: kept[:, 0] for layer, kept in zip(self.layers, self.states.keys, strict=False)}, read
 
     def _select(self, row_ids):

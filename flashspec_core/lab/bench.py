@@ -105,8 +105,11 @@ def device_name() -> str:
     """The GPU's name, or the CPU's model and the number of cores this process may use."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+
+
+def cpu_name() -> str:
+    """The CPU's model and the number of cores this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     names = [platform.processor() or platform.machine()]
     if os.path.exists("/proc/cpuinfo"):

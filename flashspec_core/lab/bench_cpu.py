@@ -6,6 +6,7 @@ One prompt after another, all ways in turn on each, so that a slow moment hits a
 from __future__ import annotations
 
 import argparse
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -65,17 +66,17 @@ def peers(target, plain) -> list[Way]:
         law |= dict(attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens)
         return plain.generate(input_ids=ids, **law, **options)[0, ids.shape[1] :].tolist()
 
-    quarter = max(1, target.model.config.num_hidden_layers // 4)
-    assistant = EarlyExitDrafter(target, quarter).cached.model
-    constant = dict(
-        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-    )
+    quarter = max(1, plain.config.num_hidden_layers // 4)
+    assistant = EarlyExitDrafter(plain, quarter).cached.model
+    own = copy.deepcopy(plain.generation_config)  # read there, and nowhere else
+    own.num_assistant_tokens, own.num_assistant_tokens_schedule, own.assistant_confidence_threshold = 4, "constant", 0.0
+    assistant.generation_config = own
     ways = [
         Way("transformers", answer),
         Way("transformers-prompt-lookup", lambda *a: answer(*a, prompt_lookup_num_tokens=10), 10),
         Way(
             "transformers-assisted",
-            lambda *a: answer(*a, assistant_model=assistant, **constant),
+            lambda *a: answer(*a, assistant_model=assistant),
             4,
             f"assistant: the first {quarter} layers",
         ),
@@ -92,12 +93,12 @@ def peers(target, plain) -> list[Way]:
             device=str(target.device),
             drafter_strategy="bandit",
             bandit=flashspec.BanditConfig(n_arms=1),
-            sampling=flashspec.SamplingConfig(temperature=temperature, seed=0),
+            sampling=flashspec.SamplingConfig(temperature=temperature, gamma=4, seed=0),
         )
         out = flashspec.SpeculativeEngine(config, [NgramDrafter()], wrapped).generate(ids, max_new_tokens=num_tokens)
         return out.output_ids[0, : out.n_tokens_generated].tolist()
 
-    return [*ways, Way("flashspec-0.3.1", older, "", "its n-gram drafter")]
+    return [*ways, Way("flashspec-0.3.1", older, 4, "its n-gram drafter")]
 
 
 def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.PROMPTS, report=print) -> list[dict]:
@@ -126,12 +127,13 @@ def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.PROMPTS, r
             for i, way in enumerate(ways):
                 cells = dict(mode="eager", model=target.name, batch=1, gamma=way.gamma, temperature=temperature)
                 cells |= dict(dtype=str(target.dtype).removeprefix("torch."), domain=domain, note=way.note)
-                cells |= dict(method="token" if way.provider == "flashspec_core" and way.gamma else "plain")
+                cells |= dict(method="token" if way.gamma else "plain", device=bench.cpu_name())
                 values = {("tokens_per_second", "1/s"): speeds[i]}
                 if isinstance(outs[i][0], Generation) and way.gamma:
                     values["tokens_per_step", "1"] = [out.tokens_per_step for out in outs[i]]
-                    values["acceptance_rate", "1"] = [out.acceptance_rate for out in outs[i]]
-                new = [bench.row("decode", way.provider, *what, each, **cells) for what, each in values.items()]
+                    rates = [out.acceptance_rate for out in outs[i]]
+                    values["acceptance_rate", "1"] = [rate for rate in rates if rate == rate]  # NaN: none was tested
+                new = [bench.row("decode", way.provider, *what, each, **cells) for what, each in values.items() if each]
                 report(f"{domain}, {temperature}: {way.provider} {way.note} {new[0]['p50']:.1f} tokens/s")
                 rows += new
     return rows

@@ -5,6 +5,7 @@ One batch at a time, all rows in step, and on CUDA in captured steps; shards are
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +91,8 @@ class _Slots:
 
 def _grouped_attention(module, query, key, value, mask, scaling=None, **kwargs):
     """One query a row, its heads folded into the length, so that keys and values are read as they are."""
+    if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ValueError("expected a target with plain attention, got one with soft caps or sinks")
     batch, heads, _, dim = query.shape
     folded = query.view(batch, key.shape[1], heads // key.shape[1], dim)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
@@ -103,6 +106,8 @@ class _Writer:
         tokenizer, device = target.tokenizer, target.device
         marks = [{"role": "user", "content": "@U@"}, {"role": "assistant", "content": "@A@"}]
         text = tokenizer.apply_chat_template(marks, tokenize=False)
+        if text.count("@U@") != 1 or text.count("@A@") != 1 or text.endswith("@A@"):
+            raise ValueError(f"expected a chat template that shows each message once and ends an answer, got {text!r}")
         prefix, rest = text.split("@U@")
         encode = lambda words: tokenizer(words, add_special_tokens=False)["input_ids"]  # noqa: E731
         between, behind = (encode(words) for words in rest.split("@A@"))
@@ -138,7 +143,7 @@ class _Writer:
         between = self.between[at.clamp(max=len(self.between) - 1)]
         ids = torch.where(phase == 0, script, torch.where(phase == 2, between, drawn))
         at = at + 1
-        said = torch.where(phase == 2, at == len(self.between), ids == ends)
+        said = torch.where(phase == 2, at >= len(self.between), ids == ends)
         over = torch.where(phase == 0, at == self.lengths[self.opener], said)
         self.ids.index_copy_(1, self.step, ids[:, None])
         self.phases.index_copy_(1, self.step, phase[:, None])
@@ -167,25 +172,37 @@ class _Writer:
                 for _ in range(start, stop):
                     self.body()
                 continue
-            self.body()
-            graph = torch.cuda.CUDAGraph()
-            graph.register_generator_state(self.generator)
-            with torch.cuda.graph(graph):
+            with torch.cuda.device(self.step.device):
                 self.body()
-            for _ in range(start + 1, stop):
-                graph.replay()
+                graph = torch.cuda.CUDAGraph()
+                graph.register_generator_state(self.generator)
+                with torch.cuda.graph(graph):
+                    self.body()
+                for _ in range(start + 1, stop):
+                    graph.replay()
         return self.dialogues()
 
     def dialogues(self) -> Dialogues:
-        """The dialogues that came to their end."""
+        """The dialogues; of one that the last step has cut, what was said, if its answer has begun."""
         kept = Dialogues([], [])
         for ids, phases in zip(self.ids.cpu().numpy(), self.phases.cpu().numpy(), strict=True):
             starts = np.flatnonzero((phases == 0) & (np.roll(phases, 1) != 0))
-            starts = np.unique(np.concatenate([[0], starts]))
-            for start, stop in zip(starts[:-1], starts[1:], strict=True):  # the last may have been cut
-                kept.ids.append(ids[start:stop].astype(np.int32))
-                kept.answers.append(int((phases[start:stop] < 3).sum()))
+            starts = np.unique(np.concatenate([[0], starts, [self.steps]]))
+            for start, stop in zip(starts[:-1], starts[1:], strict=True):
+                if phases[stop - 1] == 3:
+                    kept.ids.append(ids[start:stop].astype(np.int32))
+                    kept.answers.append(int((phases[start:stop] < 3).sum()))
         return kept
+
+
+def _rows(target, steps: int) -> int:
+    """Rows side by side: 8 on a CPU; on CUDA up to 1,024, whose keys and values take half of the memory at most."""
+    if target.device.type != "cuda":
+        return 8
+    c = target.model.config.get_text_config()
+    numbers = 2 * c.num_hidden_layers * c.num_key_value_heads * c.hidden_size // c.num_attention_heads * steps
+    row = numbers * target.dtype.itemsize + 12 * target.vocab_size
+    return max(1, min(1024, int(0.5 * torch.cuda.mem_get_info(target.device)[1] / row)))
 
 
 def write(
@@ -211,7 +228,8 @@ def write(
         domain: "chat", "code" or "mixed" (half and half).
         num_tokens: at least so many ids altogether.
         folder: where the shards are kept.
-        seed, batch, steps: of the draws; rows side by side and ids a row of one shard (None: by device).
+        seed, batch, steps: of the draws; rows side by side and ids a row of one shard (None: by device; 768). Shards of
+            other settings, or of another target, are not taken up.
         longest: ids of a user's turn and of an answer, which are ended there.
         temperatures: of the answers.
         progress: show a bar.
@@ -227,8 +245,11 @@ def write(
         return Dialogues(parts[0].ids + parts[1].ids, parts[0].answers + parts[1].answers)
     if domain not in OPENERS:
         raise ValueError(f"domain must be one of {(*OPENERS, 'mixed')}, got {domain!r}")
-    cuda, folder = target.device.type == "cuda", Path(folder)
-    batch, steps = batch or (1024 if cuda else 8), steps or (768 if cuda else 192)
+    folder, steps = Path(folder), steps or 768
+    batch = batch or _rows(target, steps)
+    settings = repr((target.name, batch, steps, tuple(longest), tuple(temperatures))).encode()
+    weights = target.model.get_input_embeddings().weight[:4].detach().float().cpu().numpy().tobytes()
+    digest = hashlib.sha256(settings + weights).hexdigest()[:8]
     folder.mkdir(parents=True, exist_ok=True)
     AttentionInterface.register("grouped_queries", _grouped_attention)
     before = target.model.config._attn_implementation
@@ -237,15 +258,16 @@ def write(
     try:
         with tqdm(total=num_tokens, unit="token", desc=f"{target.name} writes {domain}", disable=not progress) as bar:
             while written < num_tokens:
-                path = folder / f"{domain}-{seed}-{len(paths):03}.npz"
+                path = folder / f"{domain}-{seed}-{digest}-{len(paths):03}.npz"
                 if not path.exists():
                     generator = torch.Generator(target.device).manual_seed(seed * 1_000_003 + len(paths))
                     with torch.inference_mode():
                         arguments = OPENERS[domain], batch, steps, temperatures, longest, generator
-                        _Writer(target, *arguments).run().save(path)
+                        new = _Writer(target, *arguments).run()
+                    if not new.ids:
+                        raise ValueError(f"expected steps that let an answer begin, got {steps}")
+                    new.save(path)
                 new = Dialogues.load(path).num_tokens
-                if not new:
-                    raise ValueError(f"expected steps that let a dialogue end, got {steps}")
                 paths.append(path)
                 written += new
                 bar.update(new)

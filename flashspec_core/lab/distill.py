@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import math
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from flashspec_core.engine.heads import KINDS, head_config, save_head, tapped
+from flashspec_core.engine.heads import KINDS, head_config, load_head, save_head, tapped
 from flashspec_core.engine.models import load_target
 from flashspec_core.lab import bench, dialogues
 from flashspec_core.lab.dialogues import Dialogues
@@ -28,7 +29,7 @@ def most_frequent(written, size: int, always=()):
     Returns: [size] int64, sorted, and the share of the answers' ids that they cover.
     """
     said = np.concatenate([ids[start:] for ids, start in zip(written.ids, written.answers, strict=True)])
-    counts = np.bincount(said, minlength=size).astype(np.float64)
+    counts = np.bincount(said, minlength=max(size, *(i + 1 for i in (0, *always)))).astype(np.float64)
     ranked = counts.copy()
     ranked[list(always)] = np.inf
     kept = np.sort(np.argsort(-ranked, kind="stable")[:size])
@@ -71,19 +72,19 @@ def read(target, head, ids):
     """What the target makes of a batch.
 
     Args: target: what `load_target` returns; head: whose layers and vocabulary count; ids: [rows, length].
-    Returns: features [rows, length, layers * hidden]; logits of the trimmed vocabulary [rows, length, draft_vocab];
-        log-sum-exp of all logits [rows, length] float32 at temperature 1 and at .7.
+    Returns: features [rows, length, layers * hidden] and logits of the trimmed vocabulary [rows, length, draft_vocab],
+        both in the head's dtype; of all logits [rows, length, 3] float32: log-sum-exp at temperature 1 and at .7, and
+        the largest.
     """
     model, c = target.model, head.config
     with tapped(model, c.layers) as seen:
         states = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    sums = [[], []]
+    sums = []
     for part in states.split(max(1, 2**14 // ids.shape[1])):
         logits = model.get_output_embeddings()(part).float()
-        sums[0].append(logits.logsumexp(-1))
-        sums[1].append((logits / 0.7).logsumexp(-1))
-    features = torch.cat([seen[layer] for layer in c.layers], -1)
-    return features, F.linear(states, head.rows), torch.cat(sums[0]), torch.cat(sums[1])
+        sums.append(torch.stack([logits.logsumexp(-1), (logits / 0.7).logsumexp(-1), logits.amax(-1)], -1))
+    features, dtype = torch.cat([seen[layer] for layer in c.layers], -1), head.rows.dtype
+    return features.to(dtype), F.linear(states.to(dtype), head.rows), torch.cat(sums)
 
 
 def unrolled(head, ids, features, depth: int):
@@ -137,39 +138,42 @@ def chances(logits, target_logits, sums, temperature: float = 0.7):
 
 
 def _chains(target, head, ids, answer, depth):
-    """For each depth the head's and the target's logits and sums where an answer's id is said."""
-    features, target_logits, sums, cooler = read(target, head, ids)
+    """For each depth the head's logits, the target's and its sums (see read) where an answer's id is said."""
+    features, target_logits, sums = read(target, head, ids)
     for k, logits in enumerate(unrolled(head, ids, features, depth)):
         said = answer[:, 2 + k :]
         at = slice(1 + k, ids.shape[1] - 1)
-        yield logits[:, : said.shape[1]][said], target_logits[:, at][said], sums[:, at][said], cooler[:, at][said]
+        yield logits[:, : said.shape[1]][said], target_logits[:, at][said], sums[:, at][said]
 
 
 def _loss(chains, share: float):
     """Cross entropy at temperature 1, and by `share` minus the log of the acceptance rate, summed over depths."""
     loss = 0.0
-    for logits, target_logits, sums, cooler in chains:
-        law = (target_logits.float() - sums[:, None]).exp()
+    for logits, target_logits, sums in chains:
+        law = (target_logits.float() - sums[:, :1]).exp()
         entropy = -(law * logits.float().log_softmax(-1)).sum(-1).mean()
-        miss = -chances(logits, target_logits, cooler).clamp_min(1e-4).log().mean()
+        miss = -chances(logits, target_logits, sums[:, 1]).clamp_min(1e-4).log().mean()
         loss = loss + (1 - share) * entropy + share * miss
     return loss
 
 
 @torch.no_grad()
-def acceptance(target, head, written, depth: int = 4, batch_tokens: int = 4096, max_length: int = 512) -> dict:
+def acceptance(
+    target, head, written, depth: int | None = None, batch_tokens: int = 4096, max_length: int = 512
+) -> dict:
     """What a head's tokens would meet with on the answers of some dialogues, each depth by itself.
 
-    Args: target, head; written: Dialogues, not trained on; depth, batch_tokens, max_length: see train.
+    Args: target, head; written: Dialogues; depth: None: the head's; batch_tokens, max_length: see train.
     Returns: "acceptance_rate": a list, the mean overlap at temperature .7 a depth; "greedy": how often the head's
         likeliest id is the target's.
     """
+    depth = depth or head.config.depth
     totals = torch.zeros(depth, 3, dtype=torch.float64)
     for ids, answer in batches(written, batch_tokens, max_length, np.random.default_rng(0)):
         ids, answer = ids.to(target.device), answer.to(target.device)
-        for k, (q, p, _, cooler) in enumerate(_chains(target, head, ids, answer, depth)):
-            same = q.argmax(-1) == p.argmax(-1)
-            totals[k] += torch.tensor([len(q), float(chances(q, p, cooler).sum()), float(same.sum())])
+        for k, (q, p, sums) in enumerate(_chains(target, head, ids, answer, depth)):
+            said = p.gather(-1, q.argmax(-1, keepdim=True))[:, 0].float() >= sums[:, 2] - 1e-3  # of all ids
+            totals[k] += torch.tensor([len(q), float(chances(q, p, sums[:, 1]).sum()), float(said.sum())])
     rates = (totals[:, 1:] / totals[:, :1]).T.tolist()
     return {"acceptance_rate": rates[0], "greedy": rates[1]}
 
@@ -200,7 +204,7 @@ def train(
 
     Args:
         target: what `load_target` returns.
-        written: from dialogues.write; the last `held_out` share of them is measured on and not learnt from.
+        written: from dialogues.write; a share of `held_out`, evenly taken, is measured on and not learnt from.
         kind, depth, layers, intermediate_size: see heads.head_config.
         epochs: rounds over the data.
         draft_vocab: ids that the head can say.
@@ -217,9 +221,13 @@ def train(
 
     cuda = target.device.type == "cuda"
     batch_tokens = batch_tokens or (24_576 if cuda else 768)
-    cut = len(written.ids) - max(1, round(held_out * len(written.ids)))
-    learnt = Dialogues(written.ids[:cut], written.answers[:cut])
-    kept = Dialogues(written.ids[cut:], written.answers[cut:])
+    if len(written.ids) < 2:
+        raise ValueError(f"expected at least 2 dialogues, to learn from and to measure on, got {len(written.ids)}")
+    every = min(len(written.ids), max(2, round(1 / held_out)))
+    learnt, kept = (
+        Dialogues(*zip(*((written.ids[i], written.answers[i]) for i in rows), strict=True))
+        for rows in ([i for i in range(len(written.ids)) if i % every], range(0, len(written.ids), every))
+    )
     vocab_ids, coverage = most_frequent(learnt, min(draft_vocab, target.vocab_size), target.eos_token_ids)
     config = head_config(target, kind, layers=layers, depth=depth, intermediate_size=intermediate_size)
     torch.manual_seed(seed)
@@ -229,8 +237,12 @@ def train(
     lengths = np.sort([min(len(ids), max_length) for ids in learnt.ids])
     num_steps = epochs * (1 + len(_cuts(lengths, batch_tokens)))
     curve, step, done, start = [], 0, 0, time.perf_counter()
+    said = hashlib.sha256(np.concatenate(learnt.ids).tobytes() + vocab_ids.numpy().tobytes()).hexdigest()
+    made = repr((config, said, epochs, learning_rate, batch_tokens, max_length, seed))
     if checkpoint and Path(checkpoint).exists():
         state = torch.load(checkpoint, map_location=target.device, weights_only=True)
+        if state["made"] != made:
+            raise ValueError(f"{checkpoint} is of other data or settings; delete it, or take another name or seed")
         head.load_state_dict(state["head"])
         optimizer.load_state_dict(state["optimizer"])
         curve, done, start = state["curve"], state["step"], start - state["seconds"]
@@ -258,7 +270,9 @@ def train(
                     bar.set_postfix_str(" ".join(f"{rate:.2f}" for rate in rates["acceptance_rate"]))
                     head.train()
                     if checkpoint:
-                        state = dict(head=head.state_dict(), optimizer=optimizer.state_dict(), curve=curve, step=step)
+                        state = dict(
+                            head=head.state_dict(), optimizer=optimizer.state_dict(), curve=curve, step=step, made=made
+                        )
                         torch.save({**state, "seconds": time.perf_counter() - start}, f"{checkpoint}.partial")
                         Path(f"{checkpoint}.partial").replace(checkpoint)
     report = {"curve": curve, "coverage": coverage, "num_tokens": learnt.num_tokens}
@@ -294,9 +308,8 @@ def distil(
     written = write(domain, num_tokens, seed=seed)
     checkpoint = folder / f"{name}-{seed}.checkpoint"
     head, report = train(target, written, kind, seed=seed, checkpoint=checkpoint, progress=progress, **options)
-    measured = {
-        other: acceptance(target, head, write(other, held_out_tokens, seed=seed + 1)) for other in dialogues.OPENERS
-    }
+    Path(out).mkdir(parents=True, exist_ok=True)
+    path = Path(out) / f"{name}.safetensors"
     card = {
         "name": name,
         "target": target.name,
@@ -304,11 +317,14 @@ def distil(
         "seed": seed,
         "options": options,
         **report,
-        "held_out": measured,
         **environment,
     }
-    Path(out).mkdir(parents=True, exist_ok=True)
-    save_head(head, Path(out) / f"{name}.safetensors", card)
+    save_head(head, path, card)
+    head = load_head(path, target)  # what is measured is what is kept, in eight bits
+    card["held_out"] = {
+        other: acceptance(target, head, write(other, held_out_tokens, seed=seed + 1)) for other in dialogues.OPENERS
+    }
+    save_head(head, path, card)
     checkpoint.unlink()
     return card
 
@@ -326,11 +342,12 @@ def main(arguments=None) -> None:
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--intermediate-size", type=int, help="of an eagle's layer; default: twice the hidden size")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", help="as in load_target")
     parser.add_argument("--folder", default="distilled", help="where dialogues and checkpoints are kept")
     parser.add_argument("--out", default="distilled", help="where the head goes")
     o = parser.parse_args(arguments)
     card = distil(
-        load_target(o.target),
+        load_target(o.target, o.dtype),
         o.name or f"{o.kind}-{o.domain}",
         o.domain,
         o.kind,

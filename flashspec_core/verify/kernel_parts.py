@@ -207,7 +207,8 @@ def _race(
     winner = tl.full([], NO_ID, tl.int32)
     lanes, tiles, places = tl.arange(0, LANES), tl.arange(0, TILES), tl.arange(0, FEW)
     bound = tl.load(bounds_ptr + lanes) - p_sum
-    bound += 1e-3 + 2.4e-7 * (tl.abs(bound) + 2 * tl.abs(p_sum) + 32)  # what rounding may take
+    slack = 1e-3 + 2.4e-7 * (tl.abs(bound) + 2 * tl.abs(p_sum) + 32)  # what rounding may take
+    bound = tl.where(bound > float("-inf"), bound + slack, float("-inf"))
     most, least = tl.max(bound), float("-inf")
     while (most > float("-inf")) & (most >= least):
         may = bound >= tl.maximum(most - 2, least)
