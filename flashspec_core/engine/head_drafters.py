@@ -11,7 +11,7 @@ import torch
 
 from flashspec_core.engine.drafters import Drafter
 from flashspec_core.engine.heads import WEIGHTS, EagleHead, Head, load_head
-from flashspec_core.engine.kv_cache import KVCache, common_prefix
+from flashspec_core.engine.kv_cache import CachedRows, common_prefix, padded, placed
 from flashspec_core.records import Draft
 from flashspec_core.verify import draw_draft
 from flashspec_core.verify.logits import greedy_ids
@@ -90,10 +90,8 @@ class MedusaDrafter(HeadDrafter):
 
     def _logits(self, context, i, ids):
         if not i:
-            (layer,), at = (
-                self.feature_layers,
-                torch.tensor(context.num_features, device=self.head.vocab_ids.device) - 1,
-            )
+            (layer,) = self.feature_layers
+            at = torch.tensor(context.num_features, device=self.head.vocab_ids.device) - 1
             self._all = self.head(context.features[layer][torch.arange(len(at), device=at.device), at], self.most)
         return self._all[:, i]
 
@@ -115,7 +113,7 @@ class EagleDrafter(HeadDrafter):
     def reset(self):
         """Forget all rows and free the cache."""
         super().reset()
-        self.cache, self.ids, self.row_ids = KVCache(), [], []
+        self.rows = CachedRows()
 
     def _logits(self, context, i, ids):
         if i:
@@ -123,44 +121,31 @@ class EagleDrafter(HeadDrafter):
             states = self._pass(ids[:, None], self._own, starts)
         else:
             starts, new = self._catch_up(context)
-            width, device = max(map(len, new)), self.head.vocab_ids.device
-            token_ids = torch.tensor([row + [0] * (width - len(row)) for row in new], device=device)
-            rows = torch.arange(len(new), device=device)[:, None]
-            at = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+            token_ids = padded(new, self.head.vocab_ids.device)
+            rows = torch.arange(len(new), device=token_ids.device)[:, None]
+            at, _ = placed(starts, token_ids.shape[1], 0, token_ids.device)
             kept = [context.features[layer] for layer in self.feature_layers]
             kept = torch.cat([k[rows, at.clamp(max=k.shape[1] - 1)] for k in kept], -1)
             states = self._pass(token_ids, self.head.reduce(kept), starts)
-            states = states[rows, torch.tensor([[len(row) - 1] for row in new], device=device)]
+            states = states[rows, torch.tensor([[len(row) - 1] for row in new], device=token_ids.device)]
             starts = [start + len(row) - 1 for start, row in zip(starts, new, strict=True)]
-            self.ids = [list(now) for now in context.token_ids]  # not before its entries are there
+            self.rows.ids = [list(now) for now in context.token_ids]  # not before its entries are there
         self._own, self._ends = states, starts
         return self.head.logits(self.head.last_norm(states[:, 0]))
 
     def _catch_up(self, context):
         """Where each row's cache goes on, and the ids behind it. Entry t is made of the ids up to t + 1."""
-        if context.row_ids != self.row_ids:
-            if set(context.row_ids) <= set(self.row_ids):
-                order = [self.row_ids.index(row) for row in context.row_ids]
-                self.cache.select(order)
-                self.ids = [self.ids[i] for i in order]
-            else:
-                self.cache, self.ids = KVCache(), [[] for _ in context.row_ids]
-            self.row_ids = list(context.row_ids)
-        same = [common_prefix(held, now) for held, now in zip(self.ids, context.token_ids, strict=True)]
+        self.rows.select(context.row_ids)
+        same = [common_prefix(held, now) for held, now in zip(self.rows.ids, context.token_ids, strict=True)]
         starts = [max(0, min(n - 1, len(now) - 2)) for n, now in zip(same, context.token_ids, strict=True)]
-        self.ids = [now[: start + 1] for start, now in zip(starts, context.token_ids, strict=True)]
+        self.rows.ids = [now[: start + 1] for start, now in zip(starts, context.token_ids, strict=True)]
         return starts, [now[start + 1 :] for start, now in zip(starts, context.token_ids, strict=True)]
 
     def _pass(self, token_ids, features, starts):
-        width = token_ids.shape[1]
-        self.cache.begin(starts, width)
-        positions = torch.tensor(starts, device=token_ids.device)[:, None] + torch.arange(
-            width, device=token_ids.device
-        )
-        mask = None
-        if len(starts) > 1 or width > 1:
-            mask = torch.arange(self.cache.end, device=token_ids.device) <= positions[:, None, :, None]
-        return self.head(token_ids, features, self.cache, positions, mask)
+        cache, width = self.rows.cache, token_ids.shape[1]
+        cache.begin(starts, width)
+        positions, mask = placed(starts, width, cache.end, token_ids.device)
+        return self.head(token_ids, features, cache, positions, mask if mask.shape[0] > 1 or width > 1 else None)
 
 
 def load_drafter(name: str, target):

@@ -84,7 +84,54 @@ def _grown(tensor, capacity):
     return bigger
 
 
-class CachedModel:
+class CachedRows:
+    """Caches, and the ids that they hold, row by row; rows have names, so that some may leave."""
+
+    def __init__(self):
+        self.clear()
+
+    def clear(self):
+        """Forget everything and free the memory."""
+        self.cache, self.states = KVCache(), KVCache()  # states: of tapped layers, [batch, 1, capacity, hidden] each
+        self.ids, self.row_ids = [], []
+
+    def select(self, row_ids: list[int]):
+        """Keep these rows, in this order; where one is new, begin anew. Args: row_ids: their names."""
+        if row_ids == self.row_ids:
+            return
+        if set(row_ids) <= set(self.row_ids):
+            rows = [self.row_ids.index(row) for row in row_ids]
+            self.cache.select(rows)
+            self.states.select(rows)
+            self.ids = [self.ids[i] for i in rows]
+        else:
+            self.clear()
+            self.ids = [[] for _ in row_ids]
+        self.row_ids = list(row_ids)
+
+
+def padded(rows: list[list[int]], device):
+    """Ids as a tensor. Args: rows: lists of ids; device. Returns: [batch, width], shorter rows filled with 0."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+
+
+def placed(starts: list[int], width: int, end: int, device):
+    """Where a pass's tokens stand, and what they see.
+
+    Args: starts: where each row goes on; width: tokens a row; end: of the cache; device.
+    Returns: positions [batch, width]; mask [batch, 1, width, end] bool: key <= query.
+    """
+    positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+    return positions, torch.arange(end, device=device) <= positions[:, None, :, None]
+
+
+def cache_argument(model) -> str:
+    """What a model's forward calls its cache: transformers 5.24 renamed it. Args: model: of transformers."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+class CachedModel(CachedRows):
     """A causal language model and the ids that its cache holds, row by row.
 
     Args:
@@ -96,16 +143,15 @@ class CachedModel:
     def __init__(self, model, layers=()):
         self.model, self.layers = model, sorted(set(layers))
         self.window = check_can_roll_back(model)
-        parameters = inspect.signature(model.forward).parameters
-        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed in transformers 5.24
+        self.cache_argument = cache_argument(model)
         self.mask_dtype = None if model.config._attn_implementation in ("sdpa", "flash_attention_2") else model.dtype
         self.linears = plain_linears(model)
-        self.clear()
+        super().__init__()
 
     def clear(self):
         """Forget everything and free the memory."""
-        self.cache, self.ids, self.row_ids, self.num_read = KVCache(), [], [], 0
-        self.states = KVCache()  # of the tapped layers, [batch, 1, capacity, hidden] each
+        super().clear()
+        self.num_read = 0
 
     @torch.inference_mode()
     def logits(self, token_ids: list[list[int]], keep: int, row_ids: list[int] | None = None):
@@ -119,7 +165,7 @@ class CachedModel:
         Raises: ValueError: more tokens than a sliding window can hold.
         Cost: one pass over the new tokens; a batch with ragged prompts takes passes of up to 512 tokens a row first.
         """
-        self._select(list(range(len(token_ids))) if row_ids is None else row_ids)
+        self.select(list(range(len(token_ids))) if row_ids is None else row_ids)
         if self.window is not None and max(map(len, token_ids)) > self.window:
             why = "the model's sliding window drops older keys and cannot roll back past it"
             raise ValueError(f"expected at most {self.window} tokens: {why}; got {max(map(len, token_ids))}")
@@ -143,29 +189,15 @@ class CachedModel:
         Args: token_ids, row_ids: see logits.
         Returns: {layer: [batch, capacity, hidden]}, and for each row how many of its ids' are there, the last id aside.
         """
-        self._select(row_ids)
+        self.select(row_ids)
         read = [min(common_prefix(held, ids), len(ids) - 1) for held, ids in zip(self.ids, token_ids, strict=True)]
         return {layer: kept[:, 0] for layer, kept in zip(self.layers, self.states.keys, strict=False)}, read
-
-    def _select(self, row_ids):
-        if row_ids == self.row_ids:
-            return
-        if set(row_ids) <= set(self.row_ids):
-            rows = [self.row_ids.index(row) for row in row_ids]
-            self.cache.select(rows)
-            self.states.select(rows)
-            self.ids = [self.ids[i] for i in rows]
-        else:
-            self.clear()
-            self.ids = [[] for _ in row_ids]
-        self.row_ids = list(row_ids)
 
     def _forward(self, pending, keep):
         starts, width, device = [len(held) for held in self.ids], max(map(len, pending)), self.model.device
         self.cache.begin(starts, width)
-        input_ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=device)
-        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
-        mask = torch.arange(self.cache.end, device=device) <= positions[:, None, :, None]  # key <= query
+        input_ids = padded(pending, device)
+        positions, mask = placed(starts, width, self.cache.end, device)
         if self.mask_dtype is not None:
             lowest = torch.finfo(self.mask_dtype).min
             mask = torch.zeros(mask.shape, dtype=self.mask_dtype, device=device).masked_fill_(~mask, lowest)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from flashspec_core.engine.kv_cache import CachedModel
+from flashspec_core.engine.kv_cache import cache_argument
 
 OPENERS = {
     "chat": ("", "", "", "How", "What", "Why", "Can you", "Explain", "Tell me", "Give me", "Describe", "I", "Write"),
@@ -165,7 +165,7 @@ class _Writer:
 
     def run(self, bucket: int = 128):
         """All steps; on CUDA each bucket's body is captured once and replayed."""
-        self.argument = CachedModel(self.target.model).cache_argument
+        self.argument = cache_argument(self.target.model)
         for start in range(0, self.steps, bucket):
             self.cache.end, stop = min(start + bucket, self.steps), min(start + bucket, self.steps)
             if self.step.device.type != "cuda":

@@ -1,14 +1,12 @@
 """Figures of draft heads: how one is wired, how it learns, and every drafter against plain decoding.
 
-Beside plots.py, whose style they take, the only file that imports matplotlib. It measures nothing.
+They take style and canvas from plots.py. It measures nothing.
 """
 
 from __future__ import annotations
 
-from matplotlib.figure import Figure
-
 from flashspec_core.lab.bench import pick
-from flashspec_core.lab.plots import PALETTE, style
+from flashspec_core.lab.plots import PALETTE, Figure, style
 
 
 def wiring_figure(config, draft_vocab: int) -> Figure:
