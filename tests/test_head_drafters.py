@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import flashspec_core as fs
 from flashspec_core.engine import heads
-from flashspec_core.engine.drafters import DraftContext
+from flashspec_core.engine.drafters import DraftContext, feature_layers
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.lab.fit import chi_square_p
 from flashspec_core.noise import COUPLED, DraftNoise, gumbels
@@ -69,6 +69,22 @@ def test_another_targets_head_is_refused_and_an_empty_first_draft_is_no_proof():
     drafter._drawn = lambda *a: (drawn(*a)[0], drawn(*a)[1] + 1)  # q sums to less than 1
     with pytest.raises(ValueError, match="a draft law q that sums to 1"):
         fs.generate(target, drafter, [1, 2, 3], sampling=WARM, max_new_tokens=8)
+
+
+def test_what_a_cascade_asks_is_checked_and_told_like_any_drafter():
+    target = make_target()
+    with pytest.raises(ValueError, match="a head made for this very target, got drafter 'eagle'"):
+        fs.generate(make_target(seed=1), cascade(make_head(target, "eagle")), [1, 2, 3])
+    eagle, told = fs.EagleDrafter(make_head(target, "eagle")), []
+    drawn = eagle._drawn
+    ngram = fs.NGramDrafter(1)
+    ngram.commit, eagle.commit = (lambda *a, n=name: told.append(n) for name in ("n-gram", "eagle"))
+    drafter = fs.CascadeDrafter(fs.Arm(ngram, 2), fs.Arm(eagle, 2))
+    out = fs.generate(target, drafter, [1, 2, 1, 2], sampling=WARM, max_new_tokens=20, seed=2)
+    assert set(told) == {"n-gram", "eagle"} and len(told) == sum(s.gamma > 0 for s in out.steps)
+    eagle._drawn = lambda *a: (drawn(*a)[0], drawn(*a)[1] + 1)  # n-grams have no q and are no proof of the head's
+    with pytest.raises(ValueError, match="a draft law q that sums to 1"):
+        fs.generate(target, drafter, [1, 2, 1, 2], sampling=WARM, max_new_tokens=20, seed=2)
 
 
 def test_no_policy_learns_from_a_step_in_which_heads_cannot_draft():
@@ -132,7 +148,7 @@ def test_a_cascade_asks_the_next_where_a_row_got_nothing():
     target = make_target()
     head, noise = make_head(target, "eagle"), DraftNoise(torch.arange(2))
     cached, drafter = CachedModel(target.model, head.config.layers), cascade(head)
-    assert drafter.feature_layers == set(head.config.layers) and drafter.name == "n-gram, else eagle"
+    assert feature_layers([fs.Arm(drafter)]) == set(head.config.layers) and drafter.name == "n-gram, else eagle"
     found, none = [1, 2, 3, 1, 2], [4, 5, 6]
     context = context_of(target, cached, [found])
     assert drafter.draft(context, 8, [WARM], noise).token_ids.tolist() == [[3, 1]]

@@ -14,7 +14,7 @@ import torch
 
 from flashspec_core.bandits import UCB1
 from flashspec_core.engine.checks import as_arms, check_same_target, check_same_tokenizer, row_seeds
-from flashspec_core.engine.drafters import DraftContext, feature_layers
+from flashspec_core.engine.drafters import DraftContext, all_drafters, feature_layers
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.engine.text import TextStream, encode_prompts
 from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
@@ -139,7 +139,7 @@ class Run:
         if not all(isinstance(s, str) and s for s in stop) or (stop and target.tokenizer is None):
             raise ValueError(f"stop must be non-empty strings, and needs a tokenizer; got {stop!r}")
         self.arms = as_arms(arms, check_gamma(o.gamma))
-        for drafter in {id(a.drafter): a.drafter for a in self.arms if a.drafter is not None}.values():
+        for drafter in all_drafters(self.arms):
             check_same_tokenizer(target, drafter)
             check_same_target(target, drafter)
         self.policy = o.policy or (FixedArm(0) if len(self.arms) == 1 else UCB1(len(self.arms)))
@@ -306,7 +306,7 @@ class Run:
             width = draft.token_ids.shape[-1] if isinstance(draft.token_ids, torch.Tensor) else gamma
             shape = (len(rows), min(gamma, width), context.vocab_size)
             check_draft(draft, *shape)
-            if id(arm.drafter) not in self.checked and width:  # reads all of q, so a drafter shows it once
+            if draft.logits is not None and id(arm.drafter) not in self.checked:  # reads all of q: once a drafter
                 check_normalised(draft, samplings)
                 self.checked.add(id(arm.drafter))
         except (ValueError, AttributeError) as error:

@@ -224,12 +224,16 @@ class CascadeDrafter(Drafter):
         if not arms or any(arm.drafter is None for arm in arms):
             raise ValueError(f"expected arms with a drafter, at least one, got {arms}")
         self.arms, self.name = arms, ", else ".join(arm.drafter.name for arm in arms)
-        self.feature_layers = feature_layers(arms)
+        self.asked = arms[0].drafter  # whose draft the last one was
 
     def reset(self):
         """Reset all of them."""
         for arm in self.arms:
             arm.drafter.reset()
+
+    def commit(self, context, result):
+        """Tell the one whose draft it was. Args: context, result: see Drafter."""
+        self.asked.commit(context, result)
 
     def draft(self, context, gamma, sampling, noise) -> Draft:
         """Ask one after another.
@@ -238,12 +242,22 @@ class CascadeDrafter(Drafter):
         Returns: The first Draft that has an id for every row, or the last one's.
         """
         for arm in self.arms:
+            self.asked = arm.drafter
             draft = arm.drafter.draft(context, min(gamma, arm.gamma or gamma), sampling, noise)
             if draft.token_ids.shape[1] and bool((draft.token_ids[:, 0] >= 0).all()):
                 break
         return draft
 
 
+def all_drafters(arms) -> list:
+    """Every drafter once, those that ask others and the asked ones. Args: arms: Arms."""
+    found = {}
+    for arm in arms:
+        if arm.drafter is not None:
+            found |= {id(d): d for d in [arm.drafter, *all_drafters(getattr(arm.drafter, "arms", ()))]}
+    return list(found.values())
+
+
 def feature_layers(arms) -> set[int]:
     """The target's layers whose outputs some arm's drafter reads. Args: arms: Arms."""
-    return {layer for arm in arms for layer in getattr(arm.drafter, "feature_layers", ())}
+    return {layer for drafter in all_drafters(arms) for layer in getattr(drafter, "feature_layers", ())}

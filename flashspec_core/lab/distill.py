@@ -178,6 +178,22 @@ def acceptance(
     return {"acceptance_rate": rates[0], "greedy": rates[1]}
 
 
+def _pace(share: float) -> float:
+    """The learning rate's share of its largest: a short warm-up, then a cosine down to a twentieth."""
+    return min(1.0, share / 0.03) * (0.05 + 0.95 * (1 + math.cos(math.pi * share)) / 2)
+
+
+def _held_out(written, share: float):
+    """What is learnt from, and every n-th dialogue that is measured on: Dialogues both."""
+    if len(written.ids) < 2:
+        raise ValueError(f"expected at least 2 dialogues, to learn from and to measure on, got {len(written.ids)}")
+    every = min(len(written.ids), max(2, round(1 / share)))
+    return tuple(
+        Dialogues(*zip(*((written.ids[i], written.answers[i]) for i in rows), strict=True))
+        for rows in ([i for i in range(len(written.ids)) if i % every], range(0, len(written.ids), every))
+    )
+
+
 def train(
     target,
     written,
@@ -221,13 +237,7 @@ def train(
 
     cuda = target.device.type == "cuda"
     batch_tokens = batch_tokens or (24_576 if cuda else 768)
-    if len(written.ids) < 2:
-        raise ValueError(f"expected at least 2 dialogues, to learn from and to measure on, got {len(written.ids)}")
-    every = min(len(written.ids), max(2, round(1 / held_out)))
-    learnt, kept = (
-        Dialogues(*zip(*((written.ids[i], written.answers[i]) for i in rows), strict=True))
-        for rows in ([i for i in range(len(written.ids)) if i % every], range(0, len(written.ids), every))
-    )
+    learnt, kept = _held_out(written, held_out)
     vocab_ids, coverage = most_frequent(learnt, min(draft_vocab, target.vocab_size), target.eos_token_ids)
     config = head_config(target, kind, layers=layers, depth=depth, intermediate_size=intermediate_size)
     torch.manual_seed(seed)
@@ -254,8 +264,7 @@ def train(
                 if step <= done:
                     continue
                 ids, answer, share = ids.to(target.device), answer.to(target.device), step / num_steps
-                pace = min(1.0, step / (0.03 * num_steps)) * (0.05 + 0.95 * (1 + math.cos(math.pi * share)) / 2)
-                optimizer.param_groups[0]["lr"] = learning_rate * pace
+                optimizer.param_groups[0]["lr"] = learning_rate * _pace(share)
                 with torch.autocast(target.device.type, torch.bfloat16, enabled=cuda):
                     loss = _loss(_chains(target, head, ids, answer, depth), share) / depth
                 optimizer.zero_grad()
