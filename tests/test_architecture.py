@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "flashspec_core"
@@ -83,6 +85,20 @@ def test_every_public_name_is_found():
         assert getattr(fs, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = fs.nothing
+
+
+def test_pins_install_on_every_python_that_is_promised():
+    # a distribution's Python 3.11 may be 3.11.2; a package that asks for 3.11.5 would break make's first step there
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        try:
+            needs = metadata(Requirement(line).name)["Requires-Python"]
+        except PackageNotFoundError:  # of another system
+            continue
+        for python in ("3.11.0", "3.12.0", "3.13.0"):
+            assert python in SpecifierSet(PROJECT["requires-python"])
+            assert python in SpecifierSet(needs or ""), f"{line} needs Python {needs}"
 
 
 def test_conda_pip_and_constraints_say_the_same():

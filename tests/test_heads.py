@@ -70,6 +70,20 @@ def test_taps_are_the_layers_outputs_and_leave_nothing_behind():
     assert seen[1] is before
 
 
+def test_eagles_queries_and_keys_turn_as_the_targets_do():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    target = make_target()
+    head, x = make_head(target, "eagle"), torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 400], [7, 8, 9, 300, 301]])
+    q, k, v = head.attend(x, positions)
+    q0, k0, v0 = head.attend(x, positions * 0)
+    cos, sin = target.model.model.rotary_emb(x, positions)
+    for got, wanted in zip((q, k), apply_rotary_pos_emb(q0, k0, cos, sin), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(v, v0) and q.shape == (2, 4, 5, 8) and k.shape == v.shape == (2, 2, 5, 8)
+
+
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_saved_heads_come_back_up_to_their_eight_bits(kind, tmp_path):
     target = make_target()
