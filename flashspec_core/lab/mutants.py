@@ -181,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         "a position sees the drafts behind it",
-        "engine.kv_cache:CachedModel._forward",
+        "engine.kv_cache:placed",
         "<= positions[:, None, :, None]",
         "<= positions[:, None, :, None].amax(2, keepdim=True)",
     ),
