@@ -242,6 +242,7 @@ class Generation:
             or "error".
         seconds: from the first step's start to the last one's end, prefill included.
         error: what ended a row with finish_reason "error", else None.
+        mode: "captured", or "eager: " and why; see generate's `capture`.
 
     >>> step = DecodeStep(0, 0, 0, "n-gram", 4, 4, 2, [5, 6, 7], "abc", 0.5, 0.1)
     >>> out = Generation("abc", [5, 6, 7], [1, 2], [step], 0, "length", 0.1)
@@ -257,6 +258,7 @@ class Generation:
     finish_reason: str
     seconds: float
     error: str | None = None
+    mode: str = "eager"
 
     def save(self, path) -> None:
         """Write everything as JSON: a trace that `load` gives back equal (numbers that JSON lacks as "inf", "nan").

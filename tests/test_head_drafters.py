@@ -7,7 +7,7 @@ from test_heads import DRAFTERS, eagle_by_rule, make_head, tapped_states
 from torch.nn import functional as F
 
 import flashspec_core as fs
-from flashspec_core.engine import heads
+from flashspec_core.engine import head_drafters, heads
 from flashspec_core.engine.drafters import DraftContext, feature_layers
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.lab.fit import chi_square_p
@@ -60,29 +60,33 @@ def test_a_pass_that_fails_leaves_no_entries_behind(monkeypatch):
     torch.testing.assert_close(out.logits[0], wanted, atol=2e-4, rtol=2e-4)
 
 
-def test_another_targets_head_is_refused_and_an_empty_first_draft_is_no_proof():
+def spoil_q(monkeypatch):
+    """From here on heads say that their q sums to less than 1."""
+    drawn = head_drafters.drawn
+    monkeypatch.setattr(head_drafters, "drawn", lambda *a: (drawn(*a)[0], drawn(*a)[1] + 1))
+
+
+def test_another_targets_head_is_refused_and_an_empty_first_draft_is_no_proof(monkeypatch):
     target = make_target()
     with pytest.raises(ValueError, match="a head made for this very target, got drafter 'eagle'"):
         fs.generate(make_target(seed=1), fs.EagleDrafter(make_head(target, "eagle")), [1, 2, 3])
     drafter = fs.MedusaDrafter(make_head(target, "medusa"))
-    drawn = drafter._drawn
-    drafter._drawn = lambda *a: (drawn(*a)[0], drawn(*a)[1] + 1)  # q sums to less than 1
+    spoil_q(monkeypatch)
     with pytest.raises(ValueError, match="a draft law q that sums to 1"):
         fs.generate(target, drafter, [1, 2, 3], sampling=WARM, max_new_tokens=8)
 
 
-def test_what_a_cascade_asks_is_checked_and_told_like_any_drafter():
+def test_what_a_cascade_asks_is_checked_and_told_like_any_drafter(monkeypatch):
     target = make_target()
     with pytest.raises(ValueError, match="a head made for this very target, got drafter 'eagle'"):
         fs.generate(make_target(seed=1), cascade(make_head(target, "eagle")), [1, 2, 3])
     eagle, told = fs.EagleDrafter(make_head(target, "eagle")), []
-    drawn = eagle._drawn
     ngram = fs.NGramDrafter(1)
     ngram.commit, eagle.commit = (lambda *a, n=name: told.append(n) for name in ("n-gram", "eagle"))
     drafter = fs.CascadeDrafter(fs.Arm(ngram, 2), fs.Arm(eagle, 2))
     out = fs.generate(target, drafter, [1, 2, 1, 2], sampling=WARM, max_new_tokens=20, seed=2)
     assert set(told) == {"n-gram", "eagle"} and len(told) == sum(s.gamma > 0 for s in out.steps)
-    eagle._drawn = lambda *a: (drawn(*a)[0], drawn(*a)[1] + 1)  # n-grams have no q and are no proof of the head's
+    spoil_q(monkeypatch)  # n-grams have no q and are no proof of the head's
     with pytest.raises(ValueError, match="a draft law q that sums to 1"):
         fs.generate(target, drafter, [1, 2, 1, 2], sampling=WARM, max_new_tokens=20, seed=2)
 

@@ -41,6 +41,7 @@ def generate(
     logits_processor=None,
     logprobs: bool = False,
     trace: bool = False,
+    capture: bool | None = False,
 ):
     """Continue a prompt speculatively: the text has the target's own law, whatever drafts.
 
@@ -66,6 +67,8 @@ def generate(
             for each verified position with that position's own prefix, before temperature; on the target alone.
         logprobs: keep the model's own log-probability of every emitted token (before temperature, filters, processor).
         trace: keep drafted ids, their log-probabilities and log-uniforms in every DecodeStep.
+        capture: replay whole steps as CUDA graphs, behind the first one; None: wherever that can be (`Generation.mode`
+            says what was done, and why), True: or refuse, False: never. The policy then learns of a step one step late.
     Returns: A Generation, or a list of them for a list of prompts.
     Raises:
         ValueError: an argument that does not fit, saying what was expected and what came.
@@ -114,10 +117,10 @@ class _Row:
     error: str | None = None
     seconds: float = 0.0
 
-    def generation(self) -> Generation:
+    def generation(self, mode) -> Generation:
         new, prompt = self.ids[self.num_prompt :], self.ids[: self.num_prompt]
         reason = self.finish_reason or "cancelled"
-        return Generation(self.text.text, new, prompt, self.steps, self.seed, reason, self.seconds, self.error)
+        return Generation(self.text.text, new, prompt, self.steps, self.seed, reason, self.seconds, self.error, mode)
 
 
 class Run:
@@ -160,7 +163,20 @@ class Run:
             self.rows.append(_Row(i, list(ids), len(ids), samplings[i], seeds[i], end, text))
         self.target, self.options, self.eos = target, o, target.eos_token_ids
         self.keeps_cache = cached is not None
+        self.why_eager = self._why_eager()
+        if o.capture and self.why_eager:
+            raise ValueError(f"expected what can be captured, got: {self.why_eager}; see capture=None")
         self.num_steps, self.fastest, self.workspaces, self.checked = 0, 0.0, {}, set()
+
+    def _why_eager(self) -> str | None:
+        """Why no step is captured, or None."""
+        if self.options.capture is False:
+            return "capture=False"
+        if self.target.device.type != "cuda" and not self.options.capture:
+            return "no CUDA device"
+        from flashspec_core.engine import cuda_graphs
+
+        return cuda_graphs.why_eager(self)
 
     def finish(self):
         """Take every step; a Generation, or a list of them for a list of prompts."""
@@ -170,7 +186,8 @@ class Run:
 
     @property
     def generations(self) -> list[Generation]:
-        return [row.generation() for row in self.rows]
+        mode = f"eager: {self.why_eager}" if self.why_eager else "captured"
+        return [row.generation(mode) for row in self.rows]
 
     def steps(self):
         """Yield a DecodeStep a row and step until every row has ended."""
@@ -182,6 +199,11 @@ class Run:
             while active:
                 yield from self._step(active)
                 active = [row for row in active if row.finish_reason is None]
+                if self.why_eager is None and active:
+                    from flashspec_core.engine import cuda_graphs
+
+                    yield from cuda_graphs.steps(self, active)
+                    break
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
@@ -234,65 +256,93 @@ class Run:
         if self.options.logprobs:
             own = logits.float().log_softmax(-1).gather(-1, result.token_ids.clamp_min(0)[..., None])[..., 0].tolist()
         verified = time.perf_counter()
-        late = self.options.max_seconds is not None and verified - self.start > self.options.max_seconds
 
         prefilled = self.cached.num_read - before - len(rows) * (width + 1) if self.num_steps == 0 else 0
         records = []
         for i, row in enumerate(rows):
             num_draft = sum(token_id >= 0 for token_id in shown[i])
-            if invalid[i] >= 0:
-                where = f"in row {row.index} at position {len(row.ids) + invalid[i] - 1}"
-                row.error = f"the target's logits hold no law (NaN, or nothing finite) {where}"
-                row.finish_reason, new = "error", []
-            else:
-                new = self._commit(row, emitted[i])
-                row.finish_reason = row.finish_reason or ("time" if late else None)
-            record = DecodeStep(
-                row=row.index,
-                step=self.num_steps,
-                arm=arm_index,
-                drafter=arm.name,
-                gamma=arm.gamma if arm.drafter is not None else 0,
-                num_draft_tokens=num_draft,
-                num_accepted=accepted[i],
-                token_ids=new,
-                text=row.text.piece(final=row.finish_reason is not None),
-                reward=0.0,
-                step_seconds=0.0,
-                draft_seconds=drafted - start,
-                verify_seconds=verified - drafted,
-                num_prefilled=prefilled,
-            )
+            record = self._record(row, arm_index, num_draft, accepted[i], invalid[i], emitted[i], verified)
+            record.draft_seconds, record.verify_seconds = drafted - start, verified - drafted
+            record.num_prefilled = prefilled
             if self.options.logprobs:
-                record.logprobs = own[i][: len(new)]
+                record.logprobs = own[i][: len(record.token_ids)]
             if self.options.trace:
                 record.draft_token_ids = shown[i][:num_draft]
                 record.target_logprobs = result.target_logprobs[i, :num_draft].tolist()
                 record.draft_logprobs = result.draft_logprobs[i, :num_draft].tolist()
                 record.log_uniforms = log_u[i, :num_draft].tolist()
             records.append(record)
-            row.steps.append(record)
         if arm.drafter is not None:
             arm.drafter.commit(context, result)
-        num_rejected = sum(r.num_accepted < r.num_draft_tokens for r in records)
-        feedback = Feedback(self.num_steps, sum(r.num_draft_tokens for r in records), sum(accepted), num_rejected)
-        by_time = self.options.reward == "tokens_per_second"
-        if by_time and self.num_steps:
-            seconds = time.perf_counter() - start
-            self.fastest = max(self.fastest, *(len(record.token_ids) / seconds for record in records))
-        for record in records:
-            if not by_time:
-                record.reward = record.accepted_fraction
-            elif self.fastest:
-                record.reward = len(record.token_ids) / seconds / self.fastest
-        if self.num_steps or not (by_time or self.layers):
-            self.policy.update(arm_index, fmean(r.reward for r in records), feedback)
-        self.num_steps += 1
+        self._learn(arm_index, records, time.perf_counter() - start)
         seconds = time.perf_counter() - start
         for row, record in zip(rows, records, strict=True):
             record.step_seconds = seconds
             row.seconds += seconds
         yield from records
+
+    def take(self, rows, arm_index: int, record: list[list[int]], seconds: float, learns: bool = True):
+        """Take up what a captured step put out; rows that had ended before are passed over.
+
+        Args:
+            rows, arm_index, seconds: of the step, its arm, and how long it took.
+            record: for each row accepted, next id, first invalid position, the emitted ids, number drafted.
+            learns: whether the policy learns from these seconds.
+        Returns: A DecodeStep a row.
+        """
+        now, records = time.perf_counter(), []
+        for row, (accepted, _, invalid, *emitted, num_draft) in zip(rows, record, strict=True):
+            if row.finish_reason is None:
+                records.append(self._record(row, arm_index, num_draft, accepted, invalid, emitted, now))
+                records[-1].step_seconds = seconds
+                row.seconds += seconds
+        self._learn(arm_index, records, seconds if learns else None)
+        return records
+
+    def _record(self, row, arm_index, num_draft, accepted, invalid, emitted, now) -> DecodeStep:
+        """What a row keeps of a step, as a record that joins its steps."""
+        if invalid >= 0:
+            where = f"in row {row.index} at position {len(row.ids) + invalid - 1}"
+            row.error = f"the target's logits hold no law (NaN, or nothing finite) {where}"
+            row.finish_reason, new = "error", []
+        else:
+            new = self._commit(row, emitted)
+            late = self.options.max_seconds is not None and now - self.start > self.options.max_seconds
+            row.finish_reason = row.finish_reason or ("time" if late else None)
+        arm = self.arms[arm_index]
+        record = DecodeStep(
+            row=row.index,
+            step=self.num_steps,
+            arm=arm_index,
+            drafter=arm.name,
+            gamma=arm.gamma if arm.drafter is not None else 0,
+            num_draft_tokens=num_draft,
+            num_accepted=accepted,
+            token_ids=new,
+            text=row.text.piece(final=row.finish_reason is not None),
+            reward=0.0,
+            step_seconds=0.0,
+        )
+        row.steps.append(record)
+        return record
+
+    def _learn(self, arm_index, records, seconds):
+        """Rewards of a step, and the policy's lesson; seconds None: they say nothing of the arm."""
+        num_rejected = sum(r.num_accepted < r.num_draft_tokens for r in records)
+        drafted, accepted = sum(r.num_draft_tokens for r in records), sum(r.num_accepted for r in records)
+        by_time, knows = self.options.reward == "tokens_per_second", self.num_steps and seconds is not None
+        if by_time and knows:
+            self.fastest = max(self.fastest, *(len(record.token_ids) / seconds for record in records))
+        for record in records:
+            if not by_time:
+                record.reward = record.accepted_fraction
+            elif self.fastest and knows:
+                record.reward = len(record.token_ids) / seconds / self.fastest
+        early = self.layers and not self.num_steps  # heads cannot draft in the first step
+        if not (early or (by_time and not knows)):
+            feedback = Feedback(self.num_steps, drafted, accepted, num_rejected)
+            self.policy.update(arm_index, fmean(r.reward for r in records), feedback)
+        self.num_steps += 1
 
     def _draft(self, arm, context, samplings, noise, rows) -> Draft:
         """The arm's draft, cut to what each row may still emit; a row of width 0 where nothing is drafted."""

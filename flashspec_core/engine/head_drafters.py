@@ -17,6 +17,19 @@ from flashspec_core.verify import draw_draft
 from flashspec_core.verify.logits import greedy_ids
 
 
+def drawn(head, logits, samplings, noise, index: int, vocab: int, workspaces=None):
+    """A head's next tokens as target ids, and what their laws sum to; see verify.draw_draft.
+
+    Args: head: a Head; logits: [batch, draft_vocab]; samplings, noise, index, workspaces: see draw_draft; vocab: of
+        the target.
+    """
+    if noise.positions is None:
+        column, sums = draw_draft(logits, samplings, noise, index, workspaces)
+        return head.vocab_ids[column], sums
+    wide = logits.new_full((len(logits), vocab), -torch.inf)  # "coupled": an id's noise is its own
+    return draw_draft(wide.index_copy_(1, head.vocab_ids, logits), samplings, noise, index, workspaces)
+
+
 class HeadDrafter(Drafter):
     """What drafters with a head on the target's hidden states share; in a row's first step they draft nothing.
 
@@ -52,7 +65,7 @@ class HeadDrafter(Drafter):
             if greedy:
                 ids = self.head.vocab_ids[greedy_ids(logits)]
             else:
-                ids, sums = self._drawn(logits, sampling, noise, i, context.vocab_size)
+                ids, sums = drawn(self.head, logits, sampling, noise, i, context.vocab_size, self.workspaces)
                 all_logits.append(logits)
                 all_sums.append(sums)
             all_ids.append(ids)
@@ -60,13 +73,6 @@ class HeadDrafter(Drafter):
         if greedy:
             return Draft(ids)
         return Draft(ids, torch.stack(all_logits, 1), torch.stack(all_sums, 1), self.head.vocab_ids)
-
-    def _drawn(self, logits, sampling, noise, i, vocab):
-        if noise.positions is None:
-            column, sums = draw_draft(logits, sampling, noise, i, self.workspaces)
-            return self.head.vocab_ids[column], sums
-        wide = logits.new_full((len(logits), vocab), -torch.inf)  # "coupled": an id's noise is its own
-        return draw_draft(wide.index_copy_(1, self.head.vocab_ids, logits), sampling, noise, i, self.workspaces)
 
     def _logits(self, context, i, ids):
         """[batch, draft_vocab] of the i-th drafted token; ids: [batch] the one before it, None at i = 0."""

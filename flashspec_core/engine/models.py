@@ -6,7 +6,7 @@ Chooses device and dtype where none is asked for. It leaves out drafters (drafte
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,14 @@ class Target:
         tokenizer: its tokenizer, or None: prompts are ids and text stays empty.
         name: what it was loaded by.
         path: the folder of the weights, or None.
+        stations: what captured steps keep between calls; `.clear()` frees it.
     """
 
     model: Any
     tokenizer: Any = None
     name: str = "model"
     path: Path | None = None
+    stations: dict = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def device(self):

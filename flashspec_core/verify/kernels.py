@@ -43,6 +43,7 @@ class Workspace:
         self.floors = torch.empty(batch, rows - 1, device=device)
         self.out = torch.empty(batch, gamma + 4, dtype=torch.int64, device=device)
         self.logs = torch.zeros(batch, 3, gamma + 1, device=device)
+        self.laws = torch.empty(batch, 5, device=device)
         self.samplings, self.vocab_ids, self.inverse = None, None, self.winners
         self.result = VerifyResult(
             self.out[:, 0],
@@ -62,13 +63,13 @@ class Workspace:
             vocab_ids, draft_vocab: [draft_vocab] int64 or None.
         """
         if samplings != self.samplings:
-            vocab, device = self.shape[2], self.out.device
+            vocab = self.shape[2]
             self.samplings = list(samplings)
             laws = []
             for s in samplings:
                 scale, log_min_p = 0 if s.greedy else 1 / s.temperature, math.log(s.min_p) if s.min_p else -math.inf
                 laws.append((scale, s.temperature, s.top_k or vocab, s.top_p or 1, log_min_p))
-            self.laws = torch.tensor(laws, dtype=torch.float32).to(device, non_blocking=True)
+            self.laws.copy_(torch.tensor(laws, dtype=torch.float32), non_blocking=True)  # in place: graphs read it
             self.filtered = any(k < vocab or p < 1 or m > -math.inf for scale, _, k, p, m in laws if scale)
         if vocab_ids is not None and vocab_ids is not self.vocab_ids:
             self.inverse = torch.full((self.shape[2],), -1, dtype=torch.int32, device=self.out.device)

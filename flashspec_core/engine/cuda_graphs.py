@@ -1,0 +1,240 @@
+"""The same step, captured whole as a CUDA graph: drafts, the target's pass, verification and commit; nobody waits.
+
+Lengths, ids and step numbers live on the device. The host reads what came out one step late and chooses the next arm
+from what has arrived; what was drafted beyond a row's end is dropped. The drafters' side stands in lanes.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from flashspec_core.engine.fused import FusedModel, why_not
+from flashspec_core.engine.lanes import lane_kind
+from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
+from flashspec_core.records import Draft
+from flashspec_core.verify import decide, kernels
+
+AHEAD = 2  # steps that are on their way at most
+STATIONS = 8  # kept a target: each holds a cache and its graphs
+
+
+def why_eager(run) -> str | None:
+    """What keeps a call from captured steps. Args: run: a decode.Run. Returns: None, or the reason, readable."""
+    options = run.options
+    asked = [name for name in ("logits_processor", "logprobs", "trace") if getattr(options, name)]
+    if asked:
+        return f"{' and '.join(asked)} asked for"
+    if run.keeps_cache:
+        return "a chat keeps its cache"
+    if reason := why_not(run.target.model):
+        return reason
+    for arm in run.arms:
+        if arm.drafter is not None and isinstance(kind := lane_kind(arm.drafter), str):
+            return kind
+    here = run.target.device.type == "cuda" or kernels.INTERPRETED
+    return None if here else "no CUDA device"
+
+
+class Station:
+    """Buffers of one batch and capacity, and the steps that were captured on them.
+
+    Args:
+        target: what `load_target` returns.
+        batch, capacity: rows, and ids that each may hold.
+        layers: the target's layers whose outputs are kept for draft heads.
+    """
+
+    def __init__(self, target, batch: int, capacity: int, layers=()):
+        self.target, self.batch, self.capacity = target, batch, capacity
+        self.fused, device = FusedModel(target.model), target.device
+        self.cache = self.fused.new_cache(batch, capacity)
+        size = target.model.config.get_text_config().hidden_size
+        self.states = {layer: torch.zeros(batch, capacity, size, dtype=target.dtype, device=device) for layer in layers}
+        whole = dict(dtype=torch.int64, device=device)
+        self.tokens, self.lengths = torch.zeros(batch, capacity, **whole), torch.ones(batch, **whole)
+        self.seeds, self.step = torch.zeros(batch, **whole), torch.zeros(1, **whole)
+        self.lanes, self.graphs, self.workspaces = {}, {}, {}
+        self.samplings, self.method = [], "token"
+
+    def begin(self, run, rows, keys_values, states, kept):
+        """Take up rows whose last id the target has not read yet.
+
+        Args:
+            run: a decode.Run.
+            rows: its rows, `batch` of them.
+            keys_values: tensors [rows, kv_heads, capacity, dim], keys of all layers and then values.
+            states: {layer: [rows, capacity, hidden]}.
+            kept: where the rows stand in these.
+        """
+        self.samplings, self.method = [row.sampling for row in rows], run.options.method
+        for held in (self, *self.lanes.values()):
+            for workspace in held.workspaces.values():
+                workspace.prepare(self.samplings, None, 0)
+        ids = torch.tensor([row.ids + [0] * (self.capacity - len(row.ids)) for row in rows])
+        self.tokens.copy_(ids)
+        self.lengths.copy_(torch.tensor([len(row.ids) for row in rows]))
+        self.seeds.copy_(torch.tensor([row.seed for row in rows]))
+        self.step.fill_(run.num_steps)
+        self.longest = max(len(row.ids) for row in rows)
+        pairs = list(zip(keys_values, self.cache.keys + self.cache.values, strict=True))
+        pairs += [(states[layer][:, None], own[:, None]) for layer, own in self.states.items()]
+        for source, own in pairs:
+            count = min(source.shape[2], self.capacity)
+            own[:, :, :count] = source[kept, :, :count]
+        for lane in self.lanes.values():
+            lane.read.zero_()
+            lane.behind = self.longest
+
+    def lane(self, drafter):
+        """The drafter's side of the step, made at its first call."""
+        if drafter is None:
+            return None
+        if id(drafter) not in self.lanes:
+            self.lanes[id(drafter)] = lane_kind(drafter)(drafter, self)
+            self.lanes[id(drafter)].behind = self.longest
+        return self.lanes[id(drafter)]
+
+    def _step(self, lane, gamma: int):
+        """One step on the buffers. Returns: [batch, gamma + 5] int64: accepted, next, invalid, emitted ids, drafted."""
+        greedy, seeds, positions = all(s.greedy for s in self.samplings), self.seeds, None
+        if self.method == "coupled":
+            positions = self.lengths
+        elif not greedy:
+            seeds = step_seeds(self.seeds, self.step)
+        draft = Draft(self.tokens.new_empty(self.batch, 0))
+        if lane is not None:
+            draft = lane.draft(gamma, self.samplings, DraftNoise(seeds, positions))
+        width = draft.token_ids.shape[1]
+        last = self.tokens.gather(1, self.lengths[:, None] - 1)
+        token_ids = torch.cat([last, draft.token_ids.clamp_min(0)], 1)
+        logits, seen = self.fused(token_ids, self.lengths - 1, self.cache, self.states)
+        places = self.lengths[:, None] + torch.arange(width + 1, device=last.device)
+        for layer, state in seen.items():
+            at = (places - 1).clamp_max(self.capacity - 1)[..., None].expand_as(state)
+            self.states[layer].scatter_(1, at, state)
+        unread = greedy or self.method == "coupled"
+        log_u = logits.new_zeros(self.batch, width, dtype=torch.float32) if unread else log_uniforms(seeds, width)
+        result = decide(logits, draft, self.samplings, log_u, seeds, positions, self.method, None, self.workspaces)
+        self.tokens.scatter_(1, places.clamp_max(self.capacity - 1), result.token_ids.clamp_min(0))
+        before, emitted = self.lengths.clone(), result.num_accepted + 1
+        self.lengths.copy_((before + emitted).clamp_max(self.capacity - width - 1))
+        if lane is not None:
+            lane.after(before, self.lengths)
+        self.step += 1
+        out = [result.num_accepted, result.next_token_ids, result.invalid]
+        drafted = (draft.token_ids >= 0).sum(1, keepdim=True)
+        return torch.cat([torch.stack(out, 1), result.token_ids, drafted], 1)
+
+    def advance(self, arm):
+        """One step of an arm, sent on its way. Args: arm: an Arm. Returns: its record on the device, see _step."""
+        lane, gamma = self.lane(arm.drafter), arm.gamma if arm.drafter is not None else 0
+        if lane is not None:
+            while lane.behind > lane.first(gamma):
+                self._run(("catch up", id(arm.drafter)), lane.catch_up)
+                lane.behind -= lane.stride
+        filtered = any(not s.greedy and (s.top_k or s.min_p or (s.top_p or 1) < 1) for s in self.samplings)
+        law = all(s.greedy for s in self.samplings), filtered, self.method
+        out = self._run((id(arm.drafter), gamma, law), lambda: self._step(lane, gamma))
+        self.longest += gamma + 1
+        for other in self.lanes.values():
+            other.behind = other.first(gamma) if other is lane else other.behind + gamma + 1
+        return out
+
+    def _run(self, key, function):
+        """A captured function once more; captured at its first call, where there is a CUDA device."""
+        if self.target.device.type != "cuda":
+            return function()
+        if key not in self.graphs:
+            moved = [self.lengths, self.step, *(lane.read for lane in self.lanes.values())]
+            before = [t.clone() for t in moved]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                function()  # kernels are compiled, libraries take their buffers
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = function()
+            self.graphs[key] = graph, out
+            for tensor, old in zip(moved, before, strict=True):
+                tensor.copy_(old)
+        graph, out = self.graphs[key]
+        graph.replay()
+        return out
+
+
+@dataclass
+class Flight:
+    """A step on its way: its arm, where its record arrives, when it set out, and whether it was captured just now."""
+
+    arm: int
+    record: torch.Tensor
+    event: object
+    start: float
+    first: bool
+
+    def arrived(self) -> bool:
+        """Whether the record can be read; asks, and does not wait."""
+        return self.event is None or self.event.query()
+
+
+def station_for(run, rows) -> Station:
+    """The buffers for these rows: from an earlier call where they fit. Args: run: a decode.Run; rows: of it."""
+    most = max([arm.gamma for arm in run.arms if arm.drafter is not None], default=0)
+    needed = max(row.end for row in rows) + (AHEAD + 1) * (most + 1)
+    capacity = max(512, 1 << (needed - 1).bit_length())
+    key, kept = (len(rows), capacity, tuple(sorted(run.layers))), run.target.stations
+    if key not in kept:
+        while len(kept) >= STATIONS:
+            kept.pop(next(iter(kept)))
+        kept[key] = Station(run.target, *key)
+    kept[key] = kept.pop(key)  # the latest stands last
+    return kept[key]
+
+
+def steps(run, rows):
+    """Yield a DecodeStep a row and step until every row has ended. Args: run: a decode.Run; rows: after their first."""
+    run.cached.select([row.index for row in rows])
+    held = run.cached.cache.keys + run.cached.cache.values
+    states = {layer: kept[:, 0] for layer, kept in zip(run.cached.layers, run.cached.states.keys, strict=False)}
+    kept = list(range(len(rows)))
+    while rows:
+        station = station_for(run, rows)
+        station.begin(run, rows, held, states, kept)
+        run.cached.clear()
+        flights, last = deque(), 0.0
+        while True:
+            alive = [i for i, row in enumerate(rows) if row.finish_reason is None]
+            shrinks = 2 * len(alive) <= len(rows)  # half of the rows have ended: go on with fewer
+            if not shrinks and len(flights) < AHEAD:
+                flights.append(_send(run, station))
+                continue
+            if not flights:
+                break
+            flight = flights.popleft()
+            while not flight.arrived():
+                pass
+            now = time.perf_counter()
+            seconds, last = now - max(last, flight.start), now
+            if alive:
+                yield from run.take(rows, flight.arm, flight.record.tolist(), seconds, not flight.first)
+        rows, kept = [rows[i] for i in alive], alive
+        held, states = station.cache.keys + station.cache.values, station.states
+
+
+def _send(run, station) -> Flight:
+    arm_index = int(run.policy.select_arm())
+    start, captured = time.perf_counter(), len(station.graphs)
+    out = station.advance(run.arms[arm_index])
+    first = len(station.graphs) > captured
+    if not out.is_cuda:
+        return Flight(arm_index, out, None, start, first)
+    record = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+    record.copy_(out, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return Flight(arm_index, record, event, start, first)

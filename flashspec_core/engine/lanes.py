@@ -1,0 +1,195 @@
+"""Drafters within a captured step: the same laws as drafters.py and head_drafters.py, with all state on the device.
+
+A lane's first pass also reads what was committed since its last one; after an idle time, passes of `stride` ids do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashspec_core.engine.drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter
+from flashspec_core.engine.fused import FusedModel, why_not
+from flashspec_core.engine.head_drafters import EagleDrafter, MedusaDrafter, drawn
+from flashspec_core.engine.layer_kernels import Places, gate, ngrams, norm
+from flashspec_core.records import Draft
+from flashspec_core.verify import draw_draft
+
+
+class Lane:
+    """What lanes share.
+
+    Args: drafter: whose law it drafts by; station: a cuda_graphs.Station.
+    """
+
+    stride = 64  # ids a row that a catch-up reads
+
+    def __init__(self, drafter, station):
+        self.drafter, self.station, self.workspaces = drafter, station, {}
+        self.read = torch.zeros_like(station.lengths)  # entries of its cache that are right, [batch]
+        self.behind = 2**30  # at most so many are missing, as the host knows it
+
+    def first(self, gamma: int) -> int:
+        """Missing entries that a draft of gamma makes good itself. Args: gamma: drafted tokens."""
+        return 2**31
+
+    def catch_up(self):
+        """Read `stride` ids a row that are missing."""
+
+    def draft(self, gamma: int, samplings, noise) -> Draft:
+        """Draw; see Drafter.draft. Args: gamma; samplings: one a row; noise: a DraftNoise."""
+        raise NotImplementedError
+
+    def after(self, before, lengths):
+        """The step is over. Args: before, lengths: [batch], committed ids before and after it."""
+
+    def _gathered(self, tensor, starts, width):
+        """[batch, width, ...] of [batch, capacity, ...] from `starts` on; beyond its end the last."""
+        at = starts[:, None] + torch.arange(width, device=starts.device)
+        at = at.clamp_max(tensor.shape[1] - 1).view(*at.shape, *[1] * (tensor.dim() - 2))
+        return tensor.gather(1, at.expand(-1, -1, *tensor.shape[2:]))
+
+
+class NGramLane(Lane):
+    """Prompt lookup in the committed ids, one program a row."""
+
+    def draft(self, gamma, samplings, noise) -> Draft:
+        """See NGramDrafter.draft. Args: gamma: proposals at most; samplings, noise: not used."""
+        s, d = self.station, self.drafter
+        return Draft(ngrams(s.tokens, s.lengths, gamma, d.min_ngram, d.max_ngram, d.trust))
+
+
+class ModelLane(Lane):
+    """A smaller model with a cache of its own; its first pass reads the last two ids."""
+
+    def __init__(self, drafter, station):
+        super().__init__(drafter, station)
+        self.fused = FusedModel(drafter.cached.model)
+        self.cache = self.fused.new_cache(station.batch, station.capacity)
+        self.known = self.fused.config.vocab_size
+
+    def first(self, gamma) -> int:
+        """Two: all drafts accepted, the last of them is not read yet. Args: gamma: not used."""
+        return 2
+
+    def catch_up(self):
+        """Read `stride` ids a row."""
+        starts = torch.minimum(self.read, (self.station.lengths - 2).clamp_min(0))
+        self._logits(self._gathered(self.station.tokens, starts, self.stride), starts)
+        self.read.copy_(torch.minimum(starts + self.stride, self.station.lengths - 2))
+
+    def draft(self, gamma, samplings, noise) -> Draft:
+        """One pass a token. Args: gamma, samplings, noise: see Drafter.draft."""
+        s, all_ids, all_logits, all_sums = self.station, [], [], []
+        for i in range(gamma):
+            starts = s.lengths - 1 + i if i else s.lengths - 2
+            ids = all_ids[-1][:, None] if i else self._gathered(s.tokens, starts, 2)
+            logits = self._logits(ids, starts, 1)[:, 0, : s.target.vocab_size].contiguous()
+            ids, sums = draw_draft(logits, samplings, noise, i, self.workspaces)
+            all_ids.append(ids)
+            all_logits.append(logits)
+            all_sums.append(sums)
+        return drafted(samplings, all_ids, all_logits, all_sums)
+
+    def _logits(self, ids, starts, keep=0):
+        ids = torch.where(ids < self.known, ids, 0)  # what it cannot read it reads as id 0
+        return self.fused(ids, starts, self.cache, keep=keep)[0]
+
+    def after(self, before, lengths):
+        """Its own drafts that stand are read. Args: before, lengths: [batch] committed ids."""
+        self.read.copy_(lengths - 2)
+
+
+class MedusaLane(Lane):
+    """Medusa's blocks on the last state that the target has put out."""
+
+    def draft(self, gamma, samplings, noise) -> Draft:
+        """All depths at once. Args: gamma, samplings, noise: see Drafter.draft."""
+        s, head = self.station, self.drafter.head
+        (layer,) = head.config.layers
+        every = head(self._gathered(s.states[layer], s.lengths - 2, 1)[:, 0], min(gamma, self.drafter.most))
+        all_logits = [every[:, i].contiguous() for i in range(every.shape[1])]
+        draws = [
+            drawn(head, x, samplings, noise, i, s.target.vocab_size, self.workspaces) for i, x in enumerate(all_logits)
+        ]
+        return drafted(samplings, [ids for ids, _ in draws], all_logits, [sums for _, sums in draws], head.vocab_ids)
+
+
+class EagleLane(Lane):
+    """EAGLE's layer; its first pass reads the target's states of what the last step committed."""
+
+    def __init__(self, drafter, station):
+        super().__init__(drafter, station)
+        self.head, config = drafter.head, drafter.head.config
+        self.places = Places(config.num_heads, config.num_kv_heads, self.head.head_dim)
+        angles = torch.arange(station.capacity, device=station.lengths.device)[:, None] * self.head.frequencies
+        self.places.set_angles(angles.cos().to(self.head.rows.dtype), angles.sin().to(self.head.rows.dtype))
+        shape = station.batch, config.num_kv_heads, station.capacity, self.head.head_dim
+        self.keys, self.values = (self.head.rows.new_zeros(shape) for _ in range(2))
+
+    def first(self, gamma) -> int:
+        """As many as a step of gamma commits. Args: gamma: drafted tokens."""
+        return gamma + 1
+
+    def catch_up(self):
+        """Read `stride` entries a row."""
+        starts = torch.minimum(self.read, self.station.lengths - 2)
+        self._read(starts, self.stride)
+        self.read.copy_(torch.minimum(starts + self.stride, self.station.lengths - 1))
+
+    def draft(self, gamma, samplings, noise) -> Draft:
+        """A pass a token. Args: gamma, samplings, noise: see Drafter.draft."""
+        s, head, all_ids, all_logits, all_sums = self.station, self.head, [], [], []
+        starts = (s.lengths - 2 - gamma).clamp_min(0)
+        own = self._gathered(self._read(starts, gamma + 1), s.lengths - 2 - starts, 1)
+        for i in range(gamma):
+            if i:
+                own = self._pass(all_ids[-1][:, None], own, s.lengths - 2 + i)
+            logits = head.logits(norm(own[:, 0], None, head.last_norm.weight, head.config.eps)[1])
+            ids, sums = drawn(head, logits, samplings, noise, i, s.target.vocab_size, self.workspaces)
+            all_ids.append(ids)
+            all_logits.append(logits)
+            all_sums.append(sums)
+        return drafted(samplings, all_ids, all_logits, all_sums, head.vocab_ids)
+
+    def after(self, before, lengths):
+        """Entries of own output are made anew. Args: before, lengths: [batch] committed ids."""
+        self.read.copy_(before - 1)
+
+    def _read(self, starts, width):
+        kept = [self._gathered(self.station.states[layer], starts, width) for layer in self.head.config.layers]
+        ids = self._gathered(self.station.tokens, starts + 1, width)
+        return self._pass(ids, self.head.reduce(torch.cat(kept, -1)), starts)
+
+    def _pass(self, ids, features, starts):
+        head, eps = self.head, self.head.config.eps
+        x = head.start(ids, features)
+        shape, x = x.shape, x.flatten(0, 1)
+        _, normed = norm(x, None, head.attention_norm.weight, eps)
+        attended = self.places.attend(head.qkv(normed), starts, self.keys, self.values, shape[1])
+        x, normed = norm(x, head.out(attended), head.mlp_norm.weight, eps)
+        return (x + head.down(gate(head.gate_up(normed)))).view(shape)
+
+
+def drafted(samplings, ids, logits, sums, vocab_ids=None) -> Draft:
+    """A Draft of what was drawn. Args: samplings: one a row; ids, logits, sums: one a token; vocab_ids: of heads."""
+    ids = torch.stack(ids, 1)
+    if all(s.greedy for s in samplings):
+        return Draft(ids)
+    return Draft(ids, torch.stack(logits, 1), torch.stack(sums, 1), vocab_ids)
+
+
+LANES = {
+    NGramDrafter: NGramLane,
+    ModelDrafter: ModelLane,
+    EarlyExitDrafter: ModelLane,
+    MedusaDrafter: MedusaLane,
+    EagleDrafter: EagleLane,
+}
+
+
+def lane_kind(drafter) -> type | str:
+    """The lane of a drafter. Args: drafter: any. Returns: a class, or why there is none."""
+    kind = LANES.get(type(drafter), f"drafter {drafter.name!r} drafts on the host")
+    if kind is ModelLane and (reason := why_not(drafter.cached.model)):
+        return f"drafter {drafter.name!r}: {reason}"
+    return kind

@@ -1,0 +1,231 @@
+"""Steps on the device give what the loop gives: the same ids from the same noise, whatever drafts and whoever ends.
+
+The layer's kernels have their own tests (test_fused.py); here their rules stand in, written out, as they take no time.
+"""
+
+import functools
+
+import pytest
+import torch
+from conftest import make_target, random_ids
+from test_heads import make_head
+from test_kernels import INTERPRETER
+from torch.nn import functional as F
+
+import flashspec_core as fs
+from flashspec_core.engine import cuda_graphs, fused, lanes, layer_kernels
+
+SAMPLED = [fs.Sampling(0.8), fs.Sampling(), fs.Sampling(1.1, top_k=20, top_p=0.9)]
+TEXTS = [random_ids(9, seed=1), random_ids(20, seed=2) * 2, random_ids(3, seed=3)]
+
+
+def norm_by_rule(x, more, weight, eps):
+    x = x if more is None else x + more
+    return x, F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def attend_by_rule(self, qkv, starts, keys, values, width, q_norm=None, k_norm=None, eps=1e-6):
+    batch, capacity = len(starts), keys.shape[2]
+    parts = qkv.view(batch, width, -1, self.dim).transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], 1)
+    at = (starts[:, None] + torch.arange(width)).clamp_max(len(self.cos) - 1)
+    cos, sin = self.cos[at][:, None], self.sin[at][:, None]
+
+    def turned(x, weight):
+        x = x if weight is None else F.rms_norm(x, (self.dim,), weight, eps)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    q, k, v = turned(parts[0], q_norm), turned(parts[1], k_norm), parts[2]
+    for row, start in enumerate(starts.tolist()):
+        end = min(start + width, capacity)
+        keys[row, :, start:end], values[row, :, start:end] = k[row, :, : end - start], v[row, :, : end - start]
+    seen = torch.arange(capacity) <= (starts[:, None] + torch.arange(width))[:, None, :, None]
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
+    return out.transpose(1, 2).reshape(batch * width, -1)
+
+
+def ngrams_by_rule(tokens, lengths, gamma, *settings):
+    rows = [ids[:n] for ids, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    found = [fs.NGramDrafter(*settings)._lookup(0, ids, gamma) for ids in rows]
+    return torch.tensor([ids + [-1] * (gamma - len(ids)) for ids in found])
+
+
+@pytest.fixture
+def by_rule(monkeypatch):
+    for module in (fused, lanes):
+        monkeypatch.setattr(module, "norm", norm_by_rule)
+        monkeypatch.setattr(module, "gate", lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
+    monkeypatch.setattr(layer_kernels.Places, "attend", attend_by_rule)
+    monkeypatch.setattr(lanes, "ngrams", ngrams_by_rule)
+
+
+def arms_for(target, *names):
+    head = lambda kind: make_head(target, kind)  # noqa: E731
+    made = {
+        "off": lambda: fs.Arm(None),
+        "model": lambda: fs.Arm(fs.ModelDrafter(make_target(layers=1, seed=1, hidden=64)), 3),
+        "small vocabulary": lambda: fs.Arm(fs.ModelDrafter(make_target(layers=1, seed=1, vocab=60, hidden=64)), 2),
+        "n-gram": lambda: fs.Arm(fs.NGramDrafter(), 4),
+        "early exit": lambda: fs.Arm(fs.EarlyExitDrafter(target, 1), 2),
+        "medusa": lambda: fs.Arm(fs.MedusaDrafter(head("medusa")), 3),
+        "eagle": lambda: fs.Arm(fs.EagleDrafter(head("eagle")), 3),
+    }
+    return [made[name]() for name in names]
+
+
+class InTurn:
+    """Plays arms in blocks, so that each is idle for a while."""
+
+    def __init__(self, block=3, num_arms=None):
+        self.block, self.sent, self.learnt, self.arms = block, 0, [], num_arms
+
+    def select_arm(self, context=None):
+        self.sent += 1
+        return (self.sent - 1) // self.block % self.arms
+
+    def update(self, arm, reward, feedback=None):
+        self.learnt.append((arm, feedback.step))
+
+
+def both(target, arms, texts=TEXTS, policy=lambda: None, **options):
+    """The loop's generations and the device's; a step at a row's end may draft further there, so noise may differ."""
+    options = dict(max_new_tokens=24, seed=5, sampling=SAMPLED[: len(texts)]) | options
+    loop = fs.generate(target, arms, texts, policy=policy(), capture=None, **options)
+    return loop, fs.generate(target, arms, texts, policy=policy(), capture=True, **options)
+
+
+def assert_same(loop, ours, but_last=6):
+    for a, b in zip(loop, ours, strict=True):
+        assert b.mode == "captured" and a.mode == "eager: no CUDA device"
+        count = max(1, min(len(a.token_ids), len(b.token_ids)) - but_last)
+        assert b.token_ids[:count] == a.token_ids[:count]
+        steps = [(s.step, s.arm, s.num_draft_tokens, s.num_accepted, s.token_ids) for s in a.steps][: -but_last or None]
+        assert [(s.step, s.arm, s.num_draft_tokens, s.num_accepted, s.token_ids) for s in b.steps][
+            : len(steps)
+        ] == steps
+        assert sum((s.token_ids for s in b.steps), []) == b.token_ids and b.finish_reason == a.finish_reason
+
+
+@INTERPRETER
+@pytest.mark.parametrize("method", ["token", "block", "coupled"])
+@pytest.mark.parametrize("arm", ["off", "model", "small vocabulary", "n-gram", "early exit", "medusa", "eagle"])
+def test_the_same_ids_as_the_loop(arm, method, by_rule):
+    target = make_target(hidden=64)
+    assert_same(*both(target, arms_for(target, arm), method=method))
+
+
+@INTERPRETER
+@pytest.mark.parametrize("block", [1, 4])
+def test_idle_drafters_catch_up(block, by_rule, monkeypatch):
+    monkeypatch.setattr(lanes.Lane, "stride", 5)
+    target = make_target(hidden=64)
+    arms = arms_for(target, "model", "eagle", "off", "n-gram", "medusa", "early exit")
+    policies = []
+
+    def policy():
+        policies.append(InTurn(block, len(arms)))
+        return policies[-1]
+
+    assert_same(*both(target, arms, max_new_tokens=60, policy=policy))
+    assert policies[1].learnt == policies[0].learnt[: len(policies[1].learnt)] or block == 1
+
+
+def target_with_ends(*ids):
+    target = make_target(hidden=64)
+    target.model.generation_config.eos_token_id = list(ids)
+    return target
+
+
+@INTERPRETER
+def test_rows_end_where_they_do_and_the_rest_goes_on_with_fewer(by_rule, monkeypatch):
+    batches = []
+    made = cuda_graphs.station_for
+    monkeypatch.setattr(cuda_graphs, "station_for", lambda run, rows: batches.append(len(rows)) or made(run, rows))
+    target, texts = target_with_ends(5, 6, 7, 8), [random_ids(6 + i, seed=i) for i in range(7)]
+    law = [fs.Sampling(1.0)] * 7
+    for arms in (arms_for(target, "model"), arms_for(target, "eagle", "n-gram")):
+        policy = functools.partial(InTurn, 2, len(arms))
+        loop, ours = both(target, arms, texts, sampling=law, max_new_tokens=80, policy=policy)
+        ended = [a.finish_reason for a in loop]
+        assert ended.count("eos") >= 5 and [b.finish_reason for b in ours] == ended
+        assert_same(loop, ours)
+        for a, b in zip(loop, ours, strict=True):
+            assert a.finish_reason != "eos" or a.token_ids == b.token_ids
+    assert batches[0] >= 6 and min(batches) <= 3 and len(target.stations) == len(set(batches)) * 2
+
+
+@INTERPRETER
+def test_what_is_drafted_beyond_the_end_is_dropped(by_rule):
+    target = make_target(hidden=64, max_position_embeddings=60)
+    (arm,) = arms_for(target, "model")
+    for count in (1, 2, 3, 7):
+        for out in fs.generate(target, arm, TEXTS, max_new_tokens=count, capture=True):
+            assert len(out.token_ids) == count and out.finish_reason == "length"
+    out = fs.generate(target, arm, random_ids(40), max_new_tokens=99, capture=True)
+    assert len(out.token_ids) == 20 and out.finish_reason == "context"
+    assert out.token_ids == fs.generate(target, fs.Arm(None), random_ids(40), max_new_tokens=99).token_ids
+
+
+@INTERPRETER
+def test_a_station_serves_other_calls_and_laws(by_rule):
+    target = make_target(hidden=64)
+    (arm,) = arms_for(target, "model")
+    for sampling in (fs.Sampling(), fs.Sampling(0.7), fs.Sampling(1.4), fs.Sampling(0.9, top_k=5)):
+        assert_same(*both(target, arm, sampling=[sampling] * 3))
+    assert len(target.stations) == 1 and len(next(iter(target.stations.values())).lanes) == 1
+
+
+@INTERPRETER
+def test_a_stream_yields_the_same_steps_and_can_be_closed(by_rule):
+    target = make_target(hidden=64)
+    (arm,) = arms_for(target, "model")
+    options = dict(max_new_tokens=20, seed=1, capture=True)
+    whole = fs.generate(target, arm, TEXTS[0], **options)
+    steps = list(fs.stream(target, arm, TEXTS[0], **options))
+    assert [s.token_ids for s in steps] == [s.token_ids for s in whole.steps]
+    stream = fs.stream(target, arm, TEXTS[0], **options)
+    next(stream), next(stream)
+    stream.close()
+    assert fs.generate(target, arm, TEXTS[0], **options).token_ids == whole.token_ids
+
+
+@INTERPRETER
+def test_rows_without_a_law_end_alone(by_rule):
+    target, calls = make_target(hidden=64), []
+    whole = fs.generate(target, fs.Arm(None), TEXTS[1], max_new_tokens=30)
+
+    def spoil(module, inputs, output):
+        calls.append(output)
+        if len(calls) > 5 and len(output) == 2:
+            output[0] = torch.nan
+
+    with target.model.get_output_embeddings().register_forward_hook(spoil), pytest.raises(fs.RowError) as caught:
+        fs.generate(target, fs.Arm(None), TEXTS[:2], max_new_tokens=30, capture=True)
+    lost, kept = caught.value.generations
+    assert (
+        lost.finish_reason == "error" and "no law" in lost.error and len(lost.token_ids) == 4
+    )  # a ragged prompt takes two passes
+    assert kept.token_ids == whole.token_ids and kept.finish_reason == "length"
+
+
+@INTERPRETER
+def test_what_cannot_be_captured_says_why(by_rule, smollm2):
+    target = make_target(hidden=64)
+
+    class Own:
+        name = "own"
+        draft = commit = reset = None
+
+    for arms, options, why in (
+        (fs.Arm(None), dict(trace=True, logprobs=True), "logprobs and trace asked for"),
+        (Own(), {}, "drafter 'own' drafts on the host"),
+        (fs.ModelDrafter(make_target(), name="thin"), {}, "drafter 'thin': its heads are 8 wide"),
+        (fs.CascadeDrafter(*arms_for(target, "n-gram", "model")), {}, "drafts on the host"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            fs.generate(target, arms, [1, 2], capture=True, **options)
+    assert fs.generate(target, fs.Arm(None), [1, 2], max_new_tokens=2, capture=None).mode == "eager: no CUDA device"
+    assert fs.generate(target, fs.Arm(None), [1, 2], max_new_tokens=2).mode == "eager: capture=False"
+    chat = fs.Chat(smollm2, fs.Arm(None), capture=True)
+    with pytest.raises(ValueError, match="a chat keeps its cache"):
+        chat.say("Hello")
