@@ -10,21 +10,25 @@ from conftest import greedy_ids, make_target, plain_logits
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import flashspec_core as fs
+from flashspec_core.engine import models as engine_models
 from flashspec_core.engine.models import default_device, default_dtype
 
 WORDS = "<unk> <end> the cat sat on a mat and saw dog".split()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def save(path, **options):
     """A tiny Llama and a tokenizer of whole words, as save_pretrained leaves them."""
-    path = tmp_path_factory.mktemp("model")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<end>")
-    make_target(vocab=len(WORDS), layers=2).model.save_pretrained(path)
+    make_target(vocab=len(WORDS), layers=2, **options).model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -85,6 +89,24 @@ def test_weights_that_are_no_safetensors_are_refused(folder, tmp_path):
 def test_an_unknown_dtype_is_refused(folder, dtype):
     with pytest.raises(ValueError, match="dtype must be a torch dtype, its name, or None"):
         fs.load_target(str(folder), dtype=dtype)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_four_bits_decode_speculatively_as_they_decode_plainly(tmp_path):
+    packed = fs.load_target(str(save(tmp_path, hidden=64)), dtype="float32", device="cpu", quantization="nf4")
+    layer = packed.model.model.layers[0].self_attn.q_proj
+    assert type(layer).__name__ == "Linear4bit" and layer.compute_dtype == packed.dtype == torch.float32
+    assert type(packed.model.get_output_embeddings()) is torch.nn.Linear  # the head stays as it is
+    prompts = [[1, 2, 3], [9, 8, 7, 6, 5]]
+    plain = fs.generate(packed, fs.Arm(None), prompts, max_new_tokens=16)
+    fast = fs.generate(packed, fs.EarlyExitDrafter(packed, 1), prompts, max_new_tokens=16, gamma=3)
+    assert [p.token_ids for p in plain] == [f.token_ids for f in fast]
+
+
+def test_four_bits_need_two_packages(folder, monkeypatch):
+    monkeypatch.setattr(engine_models, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="needs bitsandbytes and accelerate: pip install bitsandbytes accelerate"):
+        fs.load_target(str(folder), quantization="nf4")
 
 
 def test_an_unknown_quantization_is_refused(folder):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +99,20 @@ def load_target(
         name: "smollm2-135m" (fetched once, then offline), a local folder, or a Hub id; weights as safetensors only.
         dtype: torch dtype or its name; None: `default_dtype(device)`.
         device: where to; None: CUDA where there is one.
-        quantization: None.
+        quantization: None, or "nf4": the linear layers' weights in 4 bits through bitsandbytes, products in `dtype`.
         trust_remote_code: run code that comes with a Hub model; only if you have read it.
         progress: show a bar while the bundled model downloads.
     Returns: Target: .model .tokenizer .device .dtype .path
     Raises:
         OSError: no such model, or it cannot be fetched, read or written.
         ValueError: an unknown dtype or quantization.
+        ImportError: "nf4" without bitsandbytes and accelerate.
     Cost: the bundled model loads in about 2 s, once its files are there.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    if quantization is not None:
-        raise ValueError(f"quantization must be None, got {quantization!r}")
+    if quantization not in (None, "nf4"):
+        raise ValueError(f"quantization must be None or 'nf4', got {quantization!r}")
     device = torch.device(device) if device is not None else default_device()
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or default_dtype(device)
     if not isinstance(dtype, torch.dtype):
@@ -119,7 +121,8 @@ def load_target(
     options = {"trust_remote_code": trust_remote_code, "local_files_only": os.path.isdir(source)}
     try:
         AutoConfig.from_pretrained(source, **options)  # one question first: is it there?
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **options)
+        packed = _nf4(dtype, device) if quantization else {}
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **options, **packed)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError) as error:
         raise OSError(
@@ -127,4 +130,15 @@ def load_target(
             f"{str(error).strip().splitlines()[0]}"
         ) from error
     path = Path(source) if os.path.isdir(source) else None
-    return Target(model.to(device).eval(), tokenizer, name, path)
+    return Target((model if packed else model.to(device)).eval(), tokenizer, name, path)
+
+
+def _nf4(dtype, device) -> dict:
+    """What `from_pretrained` needs to pack weights into four bits as it reads them."""
+    from transformers import BitsAndBytesConfig
+
+    missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"quantization='nf4' needs {' and '.join(missing)}: pip install bitsandbytes accelerate")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": config, "device_map": {"": device}}
