@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_target, random_ids
 from test_heads import make_head
-from test_kernels import INTERPRETER
+from test_kernels import GPU, INTERPRETER
 from torch.nn import functional as F
 
 import flashspec_core as fs
@@ -87,16 +87,16 @@ class InTurn:
         self.learnt.append((arm, feedback.step))
 
 
-def both(target, arms, texts=TEXTS, policy=lambda: None, **options):
+def both(target, arms, texts=TEXTS, policy=lambda: None, capture_loop=None, **options):
     """The loop's generations and the device's; a step at a row's end may draft further there, so noise may differ."""
     options = dict(max_new_tokens=24, seed=5, sampling=SAMPLED[: len(texts)]) | options
-    loop = fs.generate(target, arms, texts, policy=policy(), capture=None, **options)
+    loop = fs.generate(target, arms, texts, policy=policy(), capture=capture_loop, **options)
     return loop, fs.generate(target, arms, texts, policy=policy(), capture=True, **options)
 
 
-def assert_same(loop, ours, but_last=6):
+def assert_same(loop, ours, but_last=6, mode="eager: no CUDA device"):
     for a, b in zip(loop, ours, strict=True):
-        assert b.mode == "captured" and a.mode == "eager: no CUDA device"
+        assert b.mode == "captured" and a.mode == mode
         count = max(1, min(len(a.token_ids), len(b.token_ids)) - but_last)
         assert b.token_ids[:count] == a.token_ids[:count]
         steps = [(s.step, s.arm, s.num_draft_tokens, s.num_accepted, s.token_ids) for s in a.steps][: -but_last or None]
@@ -229,3 +229,55 @@ def test_what_cannot_be_captured_says_why(by_rule, smollm2):
     chat = fs.Chat(smollm2, fs.Arm(None), capture=True)
     with pytest.raises(ValueError, match="a chat keeps its cache"):
         chat.say("Hello")
+
+
+def on_the_device(arms, target):
+    """The same arms with what they hold moved to CUDA. Args: arms; target: there already."""
+    for arm in arms:
+        if type(arm.drafter) is fs.ModelDrafter:
+            arm.drafter.cached.model.cuda()
+    return arms
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["token", "block", "coupled"])
+@pytest.mark.parametrize("arm", ["off", "model", "small vocabulary", "n-gram", "early exit", "medusa", "eagle"])
+def test_captured_steps_give_the_same_ids_as_the_loop(arm, method):
+    target = make_target(hidden=64)
+    target.model.cuda()
+    arms = on_the_device(arms_for(target, arm), target)
+    for _ in range(2):  # captured, then replayed from the start
+        loop, ours = both(target, arms, method=method, capture_loop=False)
+        assert_same(loop, ours, mode="eager: capture=False")
+
+
+@GPU
+@pytest.mark.gpu
+def test_idle_drafters_catch_up_on_the_device():
+    target = make_target(hidden=64)
+    target.model.cuda()
+    arms = on_the_device(arms_for(target, "model", "eagle", "off", "n-gram", "medusa", "early exit"), target)
+    policy = functools.partial(InTurn, 2, len(arms))
+    loop, ours = both(target, arms, max_new_tokens=60, policy=policy, capture_loop=False)
+    assert_same(loop, ours, mode="eager: capture=False")
+
+
+@GPU
+@pytest.mark.gpu
+def test_the_host_waits_for_nothing_in_a_steady_step():
+    target = make_target(hidden=64)
+    target.model.cuda()
+    (arm,) = on_the_device(arms_for(target, "model"), target)
+    options = dict(max_new_tokens=200, sampling=fs.Sampling(0.8), seed=1, capture=True)
+    fs.generate(target, arm, TEXTS, **options)  # captured
+    stream = fs.stream(target, arm, TEXTS, **options)
+    for _ in range(20):
+        next(stream)
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        for _ in range(60):
+            next(stream)
+    stream.close()
+    called = {event.key for event in profile.key_averages()}
+    assert "cudaGraphLaunch" in called
+    assert not [name for name in called if "Synchronize" in name or name in ("cudaMemcpy", "cudaMalloc", "cudaFree")]
