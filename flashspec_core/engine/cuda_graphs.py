@@ -134,18 +134,21 @@ class Station:
         lane, gamma = self.lane(arm.drafter), arm.gamma if arm.drafter is not None else 0
         if lane is not None:
             while lane.behind > lane.first(gamma):
-                self._run(("catch up", id(arm.drafter)), lane.catch_up)
+                self.replay(("catch up", id(arm.drafter)), lane.catch_up)
                 lane.behind -= lane.stride
         filtered = any(not s.greedy and (s.top_k or s.min_p or (s.top_p or 1) < 1) for s in self.samplings)
         law = all(s.greedy for s in self.samplings), filtered, self.method
-        out = self._run((id(arm.drafter), gamma, law), lambda: self._step(lane, gamma))
+        out = self.replay((id(arm.drafter), gamma, law), lambda: self._step(lane, gamma))
         self.longest += gamma + 1
         for other in self.lanes.values():
             other.behind = other.first(gamma) if other is lane else other.behind + gamma + 1
         return out
 
-    def _run(self, key, function):
-        """A captured function once more; captured at its first call, where there is a CUDA device."""
+    def replay(self, key, function):
+        """A captured function once more; captured at its first call, where there is a CUDA device.
+
+        Args: key: its name; function: without arguments, on the buffers.
+        """
         if self.target.device.type != "cuda":
             return function()
         if key not in self.graphs:
