@@ -101,7 +101,7 @@ def peers(target, plain) -> list[Way]:
     return [*ways, Way("flashspec-0.3.1", older, 4, "its n-gram drafter")]
 
 
-def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.PROMPTS, report=print) -> list[dict]:
+def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.MEASURED, report=print) -> list[dict]:
     """Tokens a second of every way, and of ours tokens a step and the acceptance rate too.
 
     Args:

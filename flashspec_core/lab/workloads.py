@@ -1,80 +1,24 @@
-"""Prompts by domain, written for this suite (Apache-2.0, like everything here)."""
+"""Prompts by domain, streams of them whose domain changes or drifts, and readers of two public benchmarks' prompts.
+
+The texts were written for this suite (prompts.json); the benchmarks' files are not part of it and are not fetched.
+"""
 
 from __future__ import annotations
 
-_PROSE = (
-    "The lighthouse keeper wrote one line in his book every evening. On calm days he noted the wind and the colour of "
-    "the sea. On stormy days he noted only that the lamp was lit. After forty years the book was full, and the last "
-    "line said that the lamp was lit."
-)
-_LIST = (
-    "Monday: water the tomatoes, sweep the yard. Tuesday: mend the fence, feed the hens. Wednesday: water the "
-    "tomatoes, collect the eggs. Thursday: clean the shed, feed the hens. Friday: water the tomatoes, rest."
-)
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-_LETTER = (
-    "Dear Ms Moreau, thank you for the tour of the mill on Saturday. The children still talk about the big wheel. We "
-    "would like to come again in spring with the whole class, twenty-two pupils and two teachers. Could you tell us "
-    "which mornings are free in April? With kind regards, Ines Duarte."
-)
-_RECIPE = (
-    "Boil the potatoes for twenty minutes and let them cool. Fry the onions in two spoons of oil until they are brown. "
-    "Cut the potatoes into thick slices and add them to the pan. Season with salt, pepper and a little paprika. Turn "
-    "the slices once, so that both sides are crisp, and serve them hot."
-)
-_NOTICE = (
-    "The library is closed from the third to the ninth of August, while the floor of the reading room is mended. Books "
-    "that are due in this week may be returned until the sixteenth. The box beside the entrance stays open day and "
-    "night. The children's hour on Wednesday moves to the town hall."
-)
-_CODE = (
-    "def total(items):\n    result = 0\n    for item in items:\n        result = result + item.price * item.count\n"
-    "    return result\n\n\ndef average(items):\n    result = 0\n    for item in items:\n"
-    "        result = result + item.price\n    return result / len(items)\n"
-)
-_TABLE = (
-    "name,city,year\nAlma,Porto,2019\nBoris,Lyon,2020\nChiara,Turin,2020\nDaniel,Ghent,2021\nElin,Bergen,2022\n"
-    "Farid,Porto,2022\nGreta,Lyon,2023\n"
-)
+import numpy as np
 
-PROMPTS = {
-    "chat": (
-        "Explain to a curious child why the sky is blue.",
-        "What should I see on a rainy afternoon in Lisbon?",
-        "Give me three tips for sleeping better.",
-        "How can I start running when I have never done any sport?",
-        "What is the difference between weather and climate?",
-        "Write a short, friendly message to a neighbour whose dog barks at night.",
-        "Why do leaves change their colour in autumn?",
-        "I have an interview tomorrow. How should I prepare for it this evening?",
-        "Describe a market in a small town on a Saturday morning.",
-        "What are good and bad sides of working from home?",
-    ),
-    "code": (
-        "Write a Python function that checks whether a number is prime, with a short test.",
-        "Write a Python function that reverses the words of a sentence.",
-        "Write a Python class for a stack with push, pop and peek.",
-        "Write a Python function that counts how often each word occurs in a text.",
-        "Write a Python function that merges two sorted lists into one sorted list.",
-        "Write a Python script that reads a CSV file and prints the sum of its second column.",
-        "Write a Python function that computes the n-th Fibonacci number without recursion.",
-        "Write a Python function that checks whether the brackets of a string are balanced.",
-        "Write a Python class for a bank account with deposit and withdraw, and show how it is used.",
-        "Write a JavaScript function that removes duplicates from an array.",
-    ),
-    "copy-edit": (
-        f"Copy this text, and change nothing:\n\n{_PROSE}",
-        f"Fix the spelling in this text and print the whole text again:\n\n{_PROSE.replace('evening', 'evning')}",
-        f"Repeat this list exactly:\n\n{_LIST}",
-        f"Copy this letter, and change nothing:\n\n{_LETTER}",
-        f"Print this recipe again, word for word:\n\n{_RECIPE}",
-        f"Fix the spelling in this notice and print the whole notice again:\n\n{_NOTICE.replace('mended', 'mendet')}",
-        f"Copy this Python code exactly:\n\n```python\n{_CODE}```",
-        f"Print this table again, line by line, and change nothing:\n\n{_TABLE}",
-        f"Copy this letter, but sign it with the name Clara Duarte:\n\n{_LETTER}",
-        f"Rename the function total to order_total and print the whole code:\n\n```python\n{_CODE}```",
-    ),
-}
+_FILE = Path(__file__).with_name("prompts.json")
+# {domain: texts}: six domains, and "mixed-answer", whose prompts ask for a change of kind within one answer
+PROMPTS = {domain: tuple(texts) for domain, texts in json.loads(_FILE.read_text(encoding="utf-8"))["domains"].items()}
+# what stored rows were measured on; the notebooks ask the first of each
+MEASURED = {domain: PROMPTS[domain][:10] for domain in ("chat", "code", "copy-edit")}
 
 
 def chat_messages(text: str) -> list[dict[str, str]]:
@@ -93,5 +37,151 @@ def chat_messages(text: str) -> list[dict[str, str]]:
 
 
 def first_prompts() -> dict[str, list[dict[str, str]]]:
-    """The first prompt of each domain, as chat messages."""
-    return {domain: chat_messages(texts[0]) for domain, texts in PROMPTS.items()}
+    """The first prompt of each measured domain, as chat messages."""
+    return {domain: chat_messages(texts[0]) for domain, texts in MEASURED.items()}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Prompts in the order in which they are asked.
+
+    Args:
+        prompts: (domain, text) of each.
+        changes: indices of prompts whose domain is another than the prompt's before.
+    """
+
+    prompts: tuple[tuple[str, str], ...]
+    changes: tuple[int, ...] = ()
+
+
+def _at_least(least: int, **numbers) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
+            raise ValueError(f"{name} must be a whole number >= {least}, got {number!r}")
+
+
+def _stream(order: Sequence[str], rng: np.random.Generator, skip: int) -> Stream:
+    """Prompts of these domains: of each the first ones behind those skipped, shuffled."""
+    _at_least(0, skip=skip)
+    left = {}
+    for domain, count in Counter(order).items():
+        if domain not in PROMPTS:
+            raise ValueError(f"expected domains among {tuple(PROMPTS)}, got {domain!r}")
+        texts = PROMPTS[domain][skip : skip + count]
+        if len(texts) < count:
+            wanted = f"at least {count} prompts of {domain!r} behind the {skip} skipped"
+            raise ValueError(f"expected {wanted}, got {len(texts)} (of {len(PROMPTS[domain])})")
+        left[domain] = [texts[i] for i in rng.permutation(count)]
+    changes = tuple(i for i in range(1, len(order)) if order[i] != order[i - 1])
+    return Stream(tuple((domain, left[domain].pop()) for domain in order), changes)
+
+
+def changing(domains: Sequence[str], block: int, num_blocks: int, seed: int = 0, skip: int = 0) -> Stream:
+    """Blocks of one domain each, the domains in turn and in equal shares; no prompt comes twice.
+
+    Rule: of each domain the first prompts behind those skipped are taken, and the seed gives their order. So settings
+    that were tuned on a stream of n prompts a domain are measured on other prompts with skip=n, whatever the seeds.
+
+    Args:
+        domains: names of PROMPTS, each once.
+        block: prompts of a block.
+        num_blocks: blocks altogether, a multiple of the number of domains.
+        seed: of the order within the domains.
+        skip: leaves out that many prompts of each domain.
+    Returns: Stream of block * num_blocks prompts.
+    Raises: ValueError: too few prompts, or domains and num_blocks that allow no equal shares.
+
+    >>> [domain for domain, _ in changing(("chat", "code"), 2, 2).prompts], changing(("chat", "code"), 2, 4).changes
+    (['chat', 'chat', 'code', 'code'], (2, 4, 6))
+    """
+    _at_least(1, block=block, num_blocks=num_blocks)
+    if not domains or len(set(domains)) < len(domains) or num_blocks % len(domains):
+        wanted = "domains that come once each, and num_blocks a multiple of their number"
+        raise ValueError(f"expected {wanted}, got {domains!r}, {num_blocks}")
+    order = [domains[i % len(domains)] for i in range(num_blocks) for _ in range(block)]
+    return _stream(order, np.random.default_rng(seed), skip)
+
+
+def drifting(start: str, end: str, length: int, seed: int = 0, skip: int = 0) -> Stream:
+    """A domain gives way to another: the chance of the second grows linearly from 0 to 1; no prompt comes twice.
+
+    Rule: prompt i is of the second domain with chance i / (length - 1). Which prompts are taken: see `changing`; how
+    many of a domain depends on the seed, so other prompts for sure are those behind skip=length.
+
+    Args:
+        start, end: names of PROMPTS.
+        length: prompts.
+        seed: of the domains drawn and of the order within them.
+        skip: leaves out that many prompts of each domain, so that settings can be tuned on others than the measured.
+    Returns: Stream; its changes are all indices at which the domain is another than before, to and fro.
+    Raises: ValueError: too few prompts.
+    """
+    _at_least(1, length=length)
+    rng = np.random.default_rng(seed)
+    late = rng.random(length) < np.arange(length) / max(length - 1, 1)
+    return _stream([end if second else start for second in late], rng, skip)
+
+
+def within(length: int, seed: int = 0, skip: int = 0) -> Stream:
+    """Prompts that ask for a change of kind within one answer, such as prose, code and prose again; none comes twice.
+
+    Args:
+        length: prompts.
+        seed: of their order.
+        skip: leaves out that many prompts, so that settings can be tuned on others than the measured (`changing`).
+    Returns: Stream of the domain "mixed-answer" alone, without changes between prompts.
+    Raises: ValueError: too few prompts.
+    """
+    _at_least(1, length=length)
+    return _stream(["mixed-answer"] * length, np.random.default_rng(seed), skip)
+
+
+def _records(path, wanted: str, fits: Callable[[dict], bool]) -> Iterator[dict]:
+    """Objects of a file that holds JSON, one a line, compressed if it ends in .gz; blank lines are passed over."""
+    with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or not fits(record):
+                came = line[:60].decode(errors="replace").rstrip()
+                raise ValueError(f"expected {wanted} in {path}, line {number}, got {came!r}")
+            yield record
+
+
+def spec_bench(path) -> dict[str, tuple[str, ...]]:
+    """The first turns of Spec-Bench's questions.
+
+    Args: path: of its question.jsonl.
+    Returns: {category: texts}, as the file orders them.
+    Raises: ValueError: a line of another form; OSError: no such file.
+    Source: Xia et al. 2024 (arXiv 2401.07851); github.com/hemingkx/Spec-Bench.
+    """
+
+    def fits(record):
+        turns = record.get("turns")
+        first = turns[0] if isinstance(turns, list) and turns else None
+        return isinstance(record.get("category"), str) and isinstance(first, str)
+
+    turns: dict[str, list[str]] = {}
+    for record in _records(path, "an object with a category and a list of turns", fits):
+        turns.setdefault(record["category"], []).append(record["turns"][0])
+    return {category: tuple(texts) for category, texts in turns.items()}
+
+
+def human_eval(path) -> tuple[str, ...]:
+    """The prompts of HumanEval: heads of Python functions, to be gone on with.
+
+    Args: path: of its HumanEval.jsonl or HumanEval.jsonl.gz.
+    Returns: Texts, as the file orders them.
+    Raises: ValueError: a line of another form; OSError: no such file.
+    Source: Chen et al. 2021 (arXiv 2107.03374); github.com/openai/human-eval.
+    """
+
+    def fits(record):
+        return all(isinstance(record.get(name), str) for name in ("task_id", "prompt"))
+
+    return tuple(record["prompt"] for record in _records(path, "an object with a task_id and a prompt", fits))
