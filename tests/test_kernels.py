@@ -229,3 +229,13 @@ def test_gpu_the_engine_decides_by_the_kernel():
         assert texts[0] == texts[1]
     for model in (target, *models):
         model.model.to("cpu")
+
+
+def test_other_laws_take_the_place_of_the_old_ones():
+    # a captured step reads them from where they stood when it was captured
+    workspace = kernels.Workspace(2, 1, 50, torch.device("cpu"))
+    workspace.prepare([fs.Sampling(0.5), fs.Sampling()], None, 50)
+    where = workspace.laws.data_ptr()
+    assert workspace.laws[:, 0].tolist() == [2.0, 0.0]
+    workspace.prepare([fs.Sampling(4.0), fs.Sampling(0.25)], None, 50)
+    assert workspace.laws.data_ptr() == where and workspace.laws[:, 0].tolist() == [0.25, 4.0]

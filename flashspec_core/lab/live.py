@@ -17,7 +17,7 @@ from flashspec_core.bandits import UCB1, DiscountedThompson, ThompsonSampling
 from flashspec_core.engine.decode import Run
 from flashspec_core.lab.fates import fate_html
 from flashspec_core.lab.svg import COLORS, bar, words
-from flashspec_core.lab.workloads import PROMPTS
+from flashspec_core.lab.workloads import MEASURED
 from flashspec_core.policies import FixedArm
 from flashspec_core.records import Arm, DecodeStep, Sampling
 from flashspec_core.verify import METHODS
@@ -245,10 +245,10 @@ class LivePanel:
         self.target, self.max_new_tokens, self.plain = target, max_new_tokens, plain_tokens_per_second
         self.drafters = {drafter.name: drafter for drafter in drafters} | {"off": None}
         look = dict(layout=widgets.Layout(width="270px"), style={"description_width": "82px"})
-        names, domains = tuple(self.drafters), tuple(PROMPTS)
+        names, domains = tuple(self.drafters), tuple(MEASURED)
         self.controls = {
             "domain": widgets.Dropdown(options=domains, description="domain", **look),
-            "prompt": widgets.Textarea(value=PROMPTS[domains[0]][0], description="prompt", **look),
+            "prompt": widgets.Textarea(value=MEASURED[domains[0]][0], description="prompt", **look),
             "arms": widgets.SelectMultiple(
                 options=names, value=names, rows=min(5, len(names)), description="arms", **look
             ),
@@ -380,4 +380,4 @@ class LivePanel:
         self._next_frame = end + max(FRAME_SECONDS, (end - start) / SHARE)
 
     def _choose_prompt(self, change):
-        self.controls["prompt"].value = PROMPTS[change["new"]][0]
+        self.controls["prompt"].value = MEASURED[change["new"]][0]

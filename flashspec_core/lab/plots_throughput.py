@@ -55,13 +55,16 @@ def break_even_figure(costs: dict, found) -> Figure:
             spent = sum(step.draft_seconds or 0.0 for one in own for step in one.steps)
             price = spent / max(1, sum(step.num_draft_tokens for one in own for step in one.steps))
             right.plot(gammas, [break_even(costs, price, g) for g in gammas], "-", color=PALETTE[i], lw=1.3)
+            look = dict(marker="os^Dv<>p"[i % 8], color=PALETTE[i], ms=6, linestyle="", markeredgecolor="white")
+            places: dict = {}  # domains whose points lie on one another share a label
             for one in own:
-                mark = dict(marker="os^Dv<>p"[i % 8], color=PALETTE[i], ms=6, linestyle="", markeredgecolor="white")
-                label = f"{name} ({1e3 * price:.2f} ms a token)" if one is own[0] else None
-                right.plot(one.gamma, one.acceptance_rate, label=label, **mark)
-                right.annotate(
-                    one.domain, (one.gamma, one.acceptance_rate), (5, 0), textcoords="offset points", fontsize=7
-                )
-        right.set(xlabel="gamma, drafted tokens a step", ylabel="acceptance rate", ylim=(0, 1.02))
-        right.legend(frameon=False, fontsize=7, title="above its line a drafter pays", title_fontsize=7)
+                places.setdefault((one.gamma, round(one.acceptance_rate, 2)), []).append(one.domain)
+            for place, domains in places.items():
+                right.plot(*place, **look)
+                right.annotate(", ".join(domains), place, (6, -3), textcoords="offset points", fontsize=7)
+            right.plot([], [], label=f"{name}, {1e3 * price:.2f} ms a token", **look)
+        right.set(
+            xlabel="gamma, drafted tokens a step", ylabel="acceptance rate; above its line it pays", ylim=(-0.03, 1.03)
+        )
+        right.legend(frameon=False, fontsize=7, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return figure

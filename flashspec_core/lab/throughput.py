@@ -114,6 +114,11 @@ class Measured:
     outs: list = field(default_factory=list, repr=False)
 
     @property
+    def speed(self) -> float:
+        """Tokens a second of the median round."""
+        return sorted(self.tokens_per_second)[len(self.tokens_per_second) // 2]
+
+    @property
     def steps(self) -> list:
         """All steps behind each answer's first, which reads the prompt."""
         return [step for out in self.outs for step in out.steps[1:]]

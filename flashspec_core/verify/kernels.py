@@ -17,6 +17,7 @@ from flashspec_core.verify.kernel_step import _floors_kernel, _verify_kernel
 
 PER_CORE = 4  # programs a multiprocessor
 LANES = 128  # of a program; each takes eight ids of every 1,024
+FEW = 8  # lanes that are raced at a time, at most
 INTERPRETED = triton.knobs.runtime.interpret  # its programs run one after another, so none may wait for the next
 _SKIP = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that the dtype lacks
 
@@ -152,7 +153,7 @@ def _launch(
         tiles = triton.next_power_of_2(ws.part // (8 * LANES))
         constants = dict(
             METHOD=METHODS.index(method), PURPOSE=purpose, FILTERED=ws.filtered, BLOCK=8 * LANES, LANES=LANES,
-            TILES=tiles, FEW=max(1, min(8, LANES // tiles)), ROWS=rows, GAMMA=width,
+            TILES=tiles, FEW=max(1, min(FEW, LANES // tiles)), ROWS=rows, GAMMA=width,
             SPLITS=triton.next_power_of_2(ws.splits), KIND=kind, DENSE=vocab_ids is None,
             ALIGNED=vocab % 8 == 0 and draft_vocab % 8 == 0,
         )  # fmt: skip
