@@ -62,8 +62,8 @@ def test_sizes_of_design():
     assert max(len(m.read_text().splitlines()) for m in MODULES) <= 400
     # 2,500 and 1,800 were meant; captured steps with a pass of their own filled the core: both raised on purpose
     assert sum(lines_of_code(m) for m in MODULES if room(m) != "lab") <= 3100
-    # gates, mutants, rows, the panel and distillation fill the lab
-    assert sum(lines_of_code(m) for m in MODULES if room(m) == "lab") <= 2700
+    # gates, mutants, rows, the panel, distillation and sweeps fill the lab
+    assert sum(lines_of_code(m) for m in MODULES if room(m) == "lab") <= 3200
 
 
 def test_import_needs_neither_torch_nor_transformers_nor_triton():
@@ -94,7 +94,7 @@ def test_pins_install_on_every_python_that_is_promised():
         if line.startswith("#"):
             continue
         try:
-            needs = metadata(Requirement(line).name)["Requires-Python"]
+            needs = metadata(Requirement(line).name).get("Requires-Python")
         except PackageNotFoundError:  # of another system
             continue
         for python in ("3.11.0", "3.12.0", "3.13.0"):
@@ -112,7 +112,7 @@ def test_conda_pip_and_constraints_say_the_same():
     tested = {Requirement(line).name.lower(): Requirement(line) for line in lines}
     assert str(tested["torch"].specifier) == "==2.13.0"
     wanted = PROJECT["dependencies"] + [
-        r for extra in ("notebooks", "test") for r in PROJECT["optional-dependencies"][extra]
+        r for extra in ("notebooks", "cluster", "test") for r in PROJECT["optional-dependencies"][extra]
     ]
     for requirement in map(Requirement, wanted):
         version = str(tested[requirement.name.lower()].specifier).removeprefix("==")
@@ -124,7 +124,7 @@ def test_the_packages_that_the_suite_is_made_for_are_asked_for():
     asked |= {Requirement(r).name for extra in PROJECT["optional-dependencies"].values() for r in extra}
     for name in (
         "jupyterlab ipywidgets torch triton transformers bitsandbytes matplotlib seaborn scipy hypothesis pytest "
-        "nbval papermill safetensors gguf tqdm pandas"
+        "nbval papermill safetensors gguf tqdm pandas joblib dask"
     ).split():
         assert name in asked
 
