@@ -73,6 +73,20 @@ def arms_for(target, *names):
     return [made[name]() for name in names]
 
 
+class FirstOff:
+    """Arm 0 first, then arm 1: the loop's heads cannot draft before the target has read, the device's can."""
+
+    def __init__(self):
+        self.sent = 0
+
+    def select_arm(self, context=None):
+        self.sent += 1
+        return min(self.sent - 1, 1)
+
+    def update(self, arm, reward, feedback=None):
+        pass
+
+
 class InTurn:
     """Plays arms in blocks, so that each is idle for a while."""
 
@@ -111,13 +125,13 @@ def assert_same(loop, ours, but_last=6, mode="eager: no CUDA device"):
 @pytest.mark.parametrize("arm", ["off", "model", "small vocabulary", "n-gram", "early exit", "medusa", "eagle"])
 def test_the_same_ids_as_the_loop(arm, method, by_rule):
     target = make_target(hidden=64)
-    assert_same(*both(target, arms_for(target, arm), method=method))
+    assert_same(*both(target, arms_for(target, "off", arm), method=method, policy=FirstOff))
 
 
 @INTERPRETER
 @pytest.mark.parametrize("block", [1, 4])
 def test_idle_drafters_catch_up(block, by_rule, monkeypatch):
-    monkeypatch.setattr(lanes.Lane, "stride", 5)
+    monkeypatch.setattr(cuda_graphs, "STRIDES", (7, 3))
     target = make_target(hidden=64)
     arms = arms_for(target, "model", "eagle", "off", "n-gram", "medusa", "early exit")
     policies = []
@@ -143,7 +157,7 @@ def test_rows_end_where_they_do_and_the_rest_goes_on_with_fewer(by_rule, monkeyp
     monkeypatch.setattr(cuda_graphs, "station_for", lambda run, rows: batches.append(len(rows)) or made(run, rows))
     target, texts = target_with_ends(5, 6, 7, 8), [random_ids(6 + i, seed=i) for i in range(7)]
     law = [fs.Sampling(1.0)] * 7
-    for arms in (arms_for(target, "model"), arms_for(target, "eagle", "n-gram")):
+    for arms in (arms_for(target, "model"), arms_for(target, "n-gram", "eagle")):
         policy = functools.partial(InTurn, 2, len(arms))
         loop, ours = both(target, arms, texts, sampling=law, max_new_tokens=80, policy=policy)
         ended = [a.finish_reason for a in loop]
@@ -202,9 +216,7 @@ def test_rows_without_a_law_end_alone(by_rule):
     with target.model.get_output_embeddings().register_forward_hook(spoil), pytest.raises(fs.RowError) as caught:
         fs.generate(target, fs.Arm(None), TEXTS[:2], max_new_tokens=30, capture=True)
     lost, kept = caught.value.generations
-    assert (
-        lost.finish_reason == "error" and "no law" in lost.error and len(lost.token_ids) == 4
-    )  # a ragged prompt takes two passes
+    assert lost.finish_reason == "error" and "no law" in lost.error and len(lost.token_ids) == 5
     assert kept.token_ids == whole.token_ids and kept.finish_reason == "length"
 
 
@@ -246,9 +258,9 @@ def on_the_device(arms, target):
 def test_captured_steps_give_the_same_ids_as_the_loop(arm, method):
     target = make_target(hidden=64)
     target.model.cuda()
-    arms = on_the_device(arms_for(target, arm), target)
+    arms = on_the_device(arms_for(target, "off", arm), target)
     for _ in range(2):  # captured, then replayed from the start
-        loop, ours = both(target, arms, method=method, capture_loop=False)
+        loop, ours = both(target, arms, method=method, policy=FirstOff, capture_loop=False)
         assert_same(loop, ours, mode="eager: capture=False")
 
 
@@ -281,3 +293,18 @@ def test_the_host_waits_for_nothing_in_a_steady_step():
     called = {event.key for event in profile.key_averages()}
     assert "cudaGraphLaunch" in called
     assert not [name for name in called if "Synchronize" in name or name in ("cudaMemcpy", "cudaMalloc", "cudaFree")]
+
+
+@INTERPRETER
+@pytest.mark.parametrize("method", ["token", "coupled"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "model"])
+def test_a_prompt_of_one_id_and_of_many(kind, method, by_rule):
+    # heads draft in the first step too, where one id alone tells them nothing; the text is the target's all the same
+    target = make_target(hidden=64)
+    (arm,) = arms_for(target, kind)
+    texts = [[7], random_ids(150)]
+    options = dict(max_new_tokens=20, method=method, seed=3, sampling=fs.Sampling(0.9 if method == "coupled" else 0.0))
+    plain = fs.generate(target, fs.Arm(None), texts, **options)
+    ours = fs.generate(target, arm, texts, capture=True, **options)
+    assert [b.token_ids for b in ours] == [a.token_ids for a in plain]
+    assert ours[0].steps[0].num_prefilled == 149 and ours[0].steps[0].num_draft_tokens > 0

@@ -38,7 +38,8 @@ def test_it_equals_transformers(family, width):
     cached.cache.begin([len(t) for t in texts], 1)  # room
     pass_ = fused.FusedModel(model)
     starts = torch.tensor([len(t) - width for t in texts])
-    logits, seen = pass_(torch.tensor([t[-width:] for t in texts]), starts, cached.cache, {2, 3})
+    states, seen = pass_.states(torch.tensor([t[-width:] for t in texts]), starts, cached.cache, {2, 3})
+    logits = pass_.logits(states)
     assert sorted(seen) == [2, 3]
     for i, text in enumerate(texts):
         out = model(torch.tensor([text]), output_hidden_states=True)

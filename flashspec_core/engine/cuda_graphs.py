@@ -1,7 +1,7 @@
 """The same step, captured whole as a CUDA graph: drafts, the target's pass, verification and commit; nobody waits.
 
 Lengths, ids and step numbers live on the device. The host reads what came out one step late and chooses the next arm
-from what has arrived; what was drafted beyond a row's end is dropped. The drafters' side stands in lanes.py.
+from what has arrived; what was drafted beyond a row's end is dropped. It leaves out the drafters' side (lanes.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from flashspec_core.engine.fused import FusedModel, why_not
-from flashspec_core.engine.lanes import lane_kind
+from flashspec_core.engine.lanes import gathered, lane_kind
 from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
 from flashspec_core.records import Draft
 from flashspec_core.verify import decide, kernels
 
 AHEAD = 2  # steps that are on their way at most
+STRIDES = (512, 64)  # ids a row that a pass over many reads
 STATIONS = 8  # kept a target: each holds a cache and its graphs
 
 
@@ -56,38 +57,62 @@ class Station:
         self.states = {layer: torch.zeros(batch, capacity, size, dtype=target.dtype, device=device) for layer in layers}
         whole = dict(dtype=torch.int64, device=device)
         self.tokens, self.lengths = torch.zeros(batch, capacity, **whole), torch.ones(batch, **whole)
-        self.seeds, self.step = torch.zeros(batch, **whole), torch.zeros(1, **whole)
+        self.seeds, self.read = torch.zeros(batch, **whole), torch.zeros(batch, **whole)
+        self.step = torch.zeros(1, **whole)
+        self.longest = 1
         self.lanes, self.graphs, self.workspaces = {}, {}, {}
         self.samplings, self.method = [], "token"
 
-    def begin(self, run, rows, keys_values, states, kept):
-        """Take up rows whose last id the target has not read yet.
+    def begin(self, run, rows, old=None, kept=()):
+        """Take up rows, and read their prompts.
 
         Args:
             run: a decode.Run.
             rows: its rows, `batch` of them.
-            keys_values: tensors [rows, kv_heads, capacity, dim], keys of all layers and then values.
-            states: {layer: [rows, capacity, hidden]}.
-            kept: where the rows stand in these.
+            old: the Station that they were on, or None: nothing of them was read.
+            kept: their places there.
         """
         self.samplings, self.method = [row.sampling for row in rows], run.options.method
         for held in (self, *self.lanes.values()):
             for workspace in held.workspaces.values():
                 workspace.prepare(self.samplings, None, 0)
-        ids = torch.tensor([row.ids + [0] * (self.capacity - len(row.ids)) for row in rows])
-        self.tokens.copy_(ids)
+        self.tokens.copy_(torch.tensor([row.ids + [0] * (self.capacity - len(row.ids)) for row in rows]))
         self.lengths.copy_(torch.tensor([len(row.ids) for row in rows]))
         self.seeds.copy_(torch.tensor([row.seed for row in rows]))
         self.step.fill_(run.num_steps)
         self.longest = max(len(row.ids) for row in rows)
-        pairs = list(zip(keys_values, self.cache.keys + self.cache.values, strict=True))
-        pairs += [(states[layer][:, None], own[:, None]) for layer, own in self.states.items()]
-        for source, own in pairs:
-            count = min(source.shape[2], self.capacity)
-            own[:, :, :count] = source[kept, :, :count]
         for lane in self.lanes.values():
             lane.read.zero_()
             lane.behind = self.longest
+        if old is None:
+            self.read.zero_()
+            self._catch_up("target", self._read_on, self.longest - 1)
+            return
+        pairs = list(zip(old.cache.keys + old.cache.values, self.cache.keys + self.cache.values, strict=True))
+        pairs += [(old.states[layer][:, None], own[:, None]) for layer, own in self.states.items()]
+        for source, own in pairs:
+            count = min(source.shape[2], self.capacity)
+            own[:, :, :count] = source[list(kept), :, :count]
+
+    def _read_on(self, stride: int):
+        """The target reads `stride` ids a row."""
+        _, seen = self.fused.states(gathered(self.tokens, self.read, stride), self.read, self.cache, self.states)
+        self._keep(seen, self.read)
+        self.read += stride
+
+    def _keep(self, seen, starts):
+        for layer, state in seen.items():
+            at = starts[:, None] + torch.arange(state.shape[1], device=starts.device)
+            at = at.clamp_max(self.capacity - 1)[..., None].expand_as(state)
+            self.states[layer].scatter_(1, at, state)
+
+    def _catch_up(self, name, function, missing: int):
+        """Passes of many ids until nothing is missing."""
+        count = 0
+        while count < missing:
+            stride = next((s for s in STRIDES if s <= missing - count), STRIDES[-1])
+            self.replay(("catch up", name, stride), lambda s=stride: function(s))
+            count += stride
 
     def lane(self, drafter):
         """The drafter's side of the step, made at its first call."""
@@ -95,7 +120,6 @@ class Station:
             return None
         if id(drafter) not in self.lanes:
             self.lanes[id(drafter)] = lane_kind(drafter)(drafter, self)
-            self.lanes[id(drafter)].behind = self.longest
         return self.lanes[id(drafter)]
 
     def _step(self, lane, gamma: int):
@@ -111,14 +135,13 @@ class Station:
         width = draft.token_ids.shape[1]
         last = self.tokens.gather(1, self.lengths[:, None] - 1)
         token_ids = torch.cat([last, draft.token_ids.clamp_min(0)], 1)
-        logits, seen = self.fused(token_ids, self.lengths - 1, self.cache, self.states)
-        places = self.lengths[:, None] + torch.arange(width + 1, device=last.device)
-        for layer, state in seen.items():
-            at = (places - 1).clamp_max(self.capacity - 1)[..., None].expand_as(state)
-            self.states[layer].scatter_(1, at, state)
+        states, seen = self.fused.states(token_ids, self.lengths - 1, self.cache, self.states)
+        self._keep(seen, self.lengths - 1)
+        logits = self.fused.logits(states)
         unread = greedy or self.method == "coupled"
         log_u = logits.new_zeros(self.batch, width, dtype=torch.float32) if unread else log_uniforms(seeds, width)
         result = decide(logits, draft, self.samplings, log_u, seeds, positions, self.method, None, self.workspaces)
+        places = self.lengths[:, None] + torch.arange(width + 1, device=last.device)
         self.tokens.scatter_(1, places.clamp_max(self.capacity - 1), result.token_ids.clamp_min(0))
         before, emitted = self.lengths.clone(), result.num_accepted + 1
         self.lengths.copy_((before + emitted).clamp_max(self.capacity - width - 1))
@@ -133,9 +156,7 @@ class Station:
         """One step of an arm, sent on its way. Args: arm: an Arm. Returns: its record on the device, see _step."""
         lane, gamma = self.lane(arm.drafter), arm.gamma if arm.drafter is not None else 0
         if lane is not None:
-            while lane.behind > lane.first(gamma):
-                self.replay(("catch up", id(arm.drafter)), lane.catch_up)
-                lane.behind -= lane.stride
+            self._catch_up(id(arm.drafter), lane.catch_up, lane.behind - lane.first(gamma))
         filtered = any(not s.greedy and (s.top_k or s.min_p or (s.top_p or 1) < 1) for s in self.samplings)
         law = all(s.greedy for s in self.samplings), filtered, self.method
         out = self.replay((id(arm.drafter), gamma, law), lambda: self._step(lane, gamma))
@@ -152,7 +173,7 @@ class Station:
         if self.target.device.type != "cuda":
             return function()
         if key not in self.graphs:
-            moved = [self.lengths, self.step, *(lane.read for lane in self.lanes.values())]
+            moved = [self.lengths, self.step, self.read, *(lane.read for lane in self.lanes.values())]
             before = [t.clone() for t in moved]
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -200,21 +221,19 @@ def station_for(run, rows) -> Station:
 
 
 def steps(run, rows):
-    """Yield a DecodeStep a row and step until every row has ended. Args: run: a decode.Run; rows: after their first."""
-    run.cached.select([row.index for row in rows])
-    held = run.cached.cache.keys + run.cached.cache.values
-    states = {layer: kept[:, 0] for layer, kept in zip(run.cached.layers, run.cached.states.keys, strict=False)}
-    kept = list(range(len(rows)))
+    """Yield a DecodeStep a row and step until every row has ended. Args: run: a decode.Run; rows: of it."""
+    station, kept = None, ()
     while rows:
+        start, old = time.perf_counter(), station
         station = station_for(run, rows)
-        station.begin(run, rows, held, states, kept)
-        run.cached.clear()
+        station.begin(run, rows, old, kept)
         flights, last = deque(), 0.0
         while True:
             alive = [i for i, row in enumerate(rows) if row.finish_reason is None]
             shrinks = 2 * len(alive) <= len(rows)  # half of the rows have ended: go on with fewer
             if not shrinks and len(flights) < AHEAD:
-                flights.append(_send(run, station))
+                flights.append(_send(run, station, start))
+                start = None
                 continue
             if not flights:
                 break
@@ -226,12 +245,11 @@ def steps(run, rows):
             if alive:
                 yield from run.take(rows, flight.arm, flight.record.tolist(), seconds, not flight.first)
         rows, kept = [rows[i] for i in alive], alive
-        held, states = station.cache.keys + station.cache.values, station.states
 
 
-def _send(run, station) -> Flight:
+def _send(run, station, start=None) -> Flight:
     arm_index = int(run.policy.select_arm())
-    start, captured = time.perf_counter(), len(station.graphs)
+    start, captured = start or time.perf_counter(), len(station.graphs)
     out = station.advance(run.arms[arm_index])
     first = len(station.graphs) > captured
     if not out.is_cuda:

@@ -67,8 +67,8 @@ def generate(
             for each verified position with that position's own prefix, before temperature; on the target alone.
         logprobs: keep the model's own log-probability of every emitted token (before temperature, filters, processor).
         trace: keep drafted ids, their log-probabilities and log-uniforms in every DecodeStep.
-        capture: replay whole steps as CUDA graphs, behind the first one; None: wherever that can be (`Generation.mode`
-            says what was done, and why), True: or refuse, False: never. The policy then learns of a step one step late.
+        capture: replay whole steps as CUDA graphs; None: wherever that can be (`Generation.mode` says what was done,
+            and why), True: or refuse, False: never. The policy then learns of a step one step late.
     Returns: A Generation, or a list of them for a list of prompts.
     Raises:
         ValueError: an argument that does not fit, saying what was expected and what came.
@@ -196,14 +196,14 @@ class Run:
             self._reset_drafters()
         try:
             active = self.rows
+            if self.why_eager is None:
+                from flashspec_core.engine import cuda_graphs
+
+                yield from cuda_graphs.steps(self, active)
+                active = []
             while active:
                 yield from self._step(active)
                 active = [row for row in active if row.finish_reason is None]
-                if self.why_eager is None and active:
-                    from flashspec_core.engine import cuda_graphs
-
-                    yield from cuda_graphs.steps(self, active)
-                    break
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
@@ -291,10 +291,12 @@ class Run:
         Returns: A DecodeStep a row.
         """
         now, records = time.perf_counter(), []
+        prefilled = 0 if self.num_steps else sum(len(row.ids) - 1 for row in rows)
         for row, (accepted, _, invalid, *emitted, num_draft) in zip(rows, record, strict=True):
             if row.finish_reason is None:
                 records.append(self._record(row, arm_index, num_draft, accepted, invalid, emitted, now))
                 records[-1].step_seconds = seconds
+                records[-1].num_prefilled = prefilled
                 row.seconds += seconds
         self._learn(arm_index, records, seconds if learns else None)
         return records

@@ -71,16 +71,15 @@ class FusedModel:
             self.places.set_angles(cos[0, :, : self.dim // 2], sin[0, :, : self.dim // 2])
 
     @torch.inference_mode()
-    def __call__(self, token_ids, starts, cache, layers=(), keep: int | None = None):
-        """Logits of the last given tokens; keys and values go into the cache from `starts` on.
+    def states(self, token_ids, starts, cache, layers=()):
+        """What the last norm puts out for all given tokens; keys and values go into the cache from `starts` on.
 
         Args:
             token_ids: [batch, width] int64.
             starts: [batch] int64 on the device.
             cache: a KVCache with room; what stands behind the new tokens is not attended to.
             layers: whose outputs are asked for, counted from 1.
-            keep: tokens a row whose logits are asked for; None: all.
-        Returns: logits [batch, keep, vocab]; {layer: [batch, width, hidden]}.
+        Returns: [batch, width, hidden], for `logits`; {layer: [batch, width, hidden]}.
         """
         batch, width = token_ids.shape
         self.angles(cache.capacity)
@@ -97,8 +96,12 @@ class FusedModel:
         x, normed = norm(x, more, self.model.model.norm.weight, self.eps)
         if len(self.layers) in layers:
             seen[len(self.layers)] = x.view(batch, width, -1)
-        normed = normed.view(batch, width, -1)[:, width - (width if keep is None else keep) :]
-        return self.model.get_output_embeddings()(normed), seen
+        return normed.view(batch, width, -1), seen
+
+    @torch.inference_mode()
+    def logits(self, states):
+        """[..., vocab]. Args: states: [..., hidden], from `states`."""
+        return self.model.get_output_embeddings()(states)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """A KVCache of a fixed size, all zeros. Args: batch, capacity: rows, and tokens a row."""

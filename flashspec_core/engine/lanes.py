@@ -1,6 +1,6 @@
 """Drafters within a captured step: the same laws as drafters.py and head_drafters.py, with all state on the device.
 
-A lane's first pass also reads what was committed since its last one; after an idle time, passes of `stride` ids do.
+A lane's first pass also reads what was committed since its last one; after an idle time, passes of many ids do.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ class Lane:
     Args: drafter: whose law it drafts by; station: a cuda_graphs.Station.
     """
 
-    stride = 64  # ids a row that a catch-up reads
-
     def __init__(self, drafter, station):
         self.drafter, self.station, self.workspaces = drafter, station, {}
         self.read = torch.zeros_like(station.lengths)  # entries of its cache that are right, [batch]
-        self.behind = 2**30  # at most so many are missing, as the host knows it
+        self.behind = station.longest  # at most so many are missing, as the host knows it
 
     def first(self, gamma: int) -> int:
         """Missing entries that a draft of gamma makes good itself. Args: gamma: drafted tokens."""
         return 2**31
 
-    def catch_up(self):
-        """Read `stride` ids a row that are missing."""
+    def catch_up(self, stride: int):
+        """Read missing ids. Args: stride: how many a row."""
 
     def draft(self, gamma: int, samplings, noise) -> Draft:
         """Draw; see Drafter.draft. Args: gamma; samplings: one a row; noise: a DraftNoise."""
@@ -42,11 +40,15 @@ class Lane:
     def after(self, before, lengths):
         """The step is over. Args: before, lengths: [batch], committed ids before and after it."""
 
-    def _gathered(self, tensor, starts, width):
-        """[batch, width, ...] of [batch, capacity, ...] from `starts` on; beyond its end the last."""
-        at = starts[:, None] + torch.arange(width, device=starts.device)
-        at = at.clamp_max(tensor.shape[1] - 1).view(*at.shape, *[1] * (tensor.dim() - 2))
-        return tensor.gather(1, at.expand(-1, -1, *tensor.shape[2:]))
+
+def gathered(tensor, starts, width: int):
+    """Some entries of each row. Args: tensor: [batch, capacity, ...]; starts: [batch]; width: from there on.
+
+    Returns: [batch, width, ...]; beyond the ends the first and the last.
+    """
+    at = starts[:, None] + torch.arange(width, device=starts.device)
+    at = at.clamp(0, tensor.shape[1] - 1).view(*at.shape, *[1] * (tensor.dim() - 2))
+    return tensor.gather(1, at.expand(-1, -1, *tensor.shape[2:]))
 
 
 class NGramLane(Lane):
@@ -71,28 +73,31 @@ class ModelLane(Lane):
         """Two: all drafts accepted, the last of them is not read yet. Args: gamma: not used."""
         return 2
 
-    def catch_up(self):
-        """Read `stride` ids a row."""
-        starts = torch.minimum(self.read, (self.station.lengths - 2).clamp_min(0))
-        self._logits(self._gathered(self.station.tokens, starts, self.stride), starts)
-        self.read.copy_(torch.minimum(starts + self.stride, self.station.lengths - 2))
+    def catch_up(self, stride):
+        """Read missing ids. Args: stride: how many a row."""
+        last = (self.station.lengths - 2).clamp_min(0)
+        starts = torch.minimum(self.read, last)
+        self._states(gathered(self.station.tokens, starts, stride), starts)
+        self.read.copy_(torch.minimum(starts + stride, last))
 
     def draft(self, gamma, samplings, noise) -> Draft:
         """One pass a token. Args: gamma, samplings, noise: see Drafter.draft."""
         s, all_ids, all_logits, all_sums = self.station, [], [], []
         for i in range(gamma):
-            starts = s.lengths - 1 + i if i else s.lengths - 2
-            ids = all_ids[-1][:, None] if i else self._gathered(s.tokens, starts, 2)
-            logits = self._logits(ids, starts, 1)[:, 0, : s.target.vocab_size].contiguous()
+            if i:
+                states = self._states(all_ids[-1][:, None], s.lengths - 1 + i)[:, 0]
+            else:  # the last two ids: the one before the last was drafted and not read, where all stood
+                starts = (s.lengths - 2).clamp_min(0)
+                states = gathered(self._states(gathered(s.tokens, starts, 2), starts), s.lengths - 1 - starts, 1)[:, 0]
+            logits = self.fused.logits(states)[:, : s.target.vocab_size].contiguous()
             ids, sums = draw_draft(logits, samplings, noise, i, self.workspaces)
             all_ids.append(ids)
             all_logits.append(logits)
             all_sums.append(sums)
         return drafted(samplings, all_ids, all_logits, all_sums)
 
-    def _logits(self, ids, starts, keep=0):
-        ids = torch.where(ids < self.known, ids, 0)  # what it cannot read it reads as id 0
-        return self.fused(ids, starts, self.cache, keep=keep)[0]
+    def _states(self, ids, starts):
+        return self.fused.states(torch.where(ids < self.known, ids, 0), starts, self.cache)[0]  # unknown: as id 0
 
     def after(self, before, lengths):
         """Its own drafts that stand are read. Args: before, lengths: [batch] committed ids."""
@@ -106,7 +111,7 @@ class MedusaLane(Lane):
         """All depths at once. Args: gamma, samplings, noise: see Drafter.draft."""
         s, head = self.station, self.drafter.head
         (layer,) = head.config.layers
-        every = head(self._gathered(s.states[layer], s.lengths - 2, 1)[:, 0], min(gamma, self.drafter.most))
+        every = head(gathered(s.states[layer], s.lengths - 2, 1)[:, 0], min(gamma, self.drafter.most))
         all_logits = [every[:, i].contiguous() for i in range(every.shape[1])]
         draws = [
             drawn(head, x, samplings, noise, i, s.target.vocab_size, self.workspaces) for i, x in enumerate(all_logits)
@@ -130,17 +135,17 @@ class EagleLane(Lane):
         """As many as a step of gamma commits. Args: gamma: drafted tokens."""
         return gamma + 1
 
-    def catch_up(self):
-        """Read `stride` entries a row."""
-        starts = torch.minimum(self.read, self.station.lengths - 2)
-        self._read(starts, self.stride)
-        self.read.copy_(torch.minimum(starts + self.stride, self.station.lengths - 1))
+    def catch_up(self, stride):
+        """Read missing entries. Args: stride: how many a row."""
+        starts = torch.minimum(self.read, (self.station.lengths - 2).clamp_min(0))
+        self._read(starts, stride)
+        self.read.copy_(torch.minimum(starts + stride, self.station.lengths - 1))
 
     def draft(self, gamma, samplings, noise) -> Draft:
         """A pass a token. Args: gamma, samplings, noise: see Drafter.draft."""
         s, head, all_ids, all_logits, all_sums = self.station, self.head, [], [], []
         starts = (s.lengths - 2 - gamma).clamp_min(0)
-        own = self._gathered(self._read(starts, gamma + 1), s.lengths - 2 - starts, 1)
+        own = gathered(self._read(starts, gamma + 1), s.lengths - 2 - starts, 1)  # an id alone has none: it guesses
         for i in range(gamma):
             if i:
                 own = self._pass(all_ids[-1][:, None], own, s.lengths - 2 + i)
@@ -156,8 +161,8 @@ class EagleLane(Lane):
         self.read.copy_(before - 1)
 
     def _read(self, starts, width):
-        kept = [self._gathered(self.station.states[layer], starts, width) for layer in self.head.config.layers]
-        ids = self._gathered(self.station.tokens, starts + 1, width)
+        kept = [gathered(self.station.states[layer], starts, width) for layer in self.head.config.layers]
+        ids = gathered(self.station.tokens, starts + 1, width)
         return self._pass(ids, self.head.reduce(torch.cat(kept, -1)), starts)
 
     def _pass(self, ids, features, starts):

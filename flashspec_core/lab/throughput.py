@@ -206,7 +206,11 @@ def _pass(target, context: int):
         if why_not(target.model) is None:
             station = Station(target, 1, max(512, 2 * context))
             station.lengths.fill_(context)
-            run = lambda width: station.fused(station.tokens[:, :width], station.lengths, station.cache)  # noqa: E731
+
+            def run(width):
+                ids = station.tokens[:, :width]
+                return station.fused.logits(station.fused.states(ids, station.lengths, station.cache)[0])
+
             return lambda width: station.replay(("pass", width), lambda: run(width))
     cached, ids = CachedModel(target.model), [1 + i % 97 for i in range(2 * context)]
     cached.logits([ids[:context]], 1)
