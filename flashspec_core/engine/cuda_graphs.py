@@ -193,13 +193,14 @@ class Station:
 
 @dataclass
 class Flight:
-    """A step on its way: its arm, where its record arrives, when it set out, and whether it was captured just now."""
+    """A step on its way: its arm, its record, when it set out, whether captured just now, what the policy was told."""
 
     arm: int
     record: torch.Tensor
     event: object
     start: float
     first: bool
+    told: object
 
     def arrived(self) -> bool:
         """Whether the record can be read; asks, and does not wait."""
@@ -232,7 +233,7 @@ def steps(run, rows):
             alive = [i for i, row in enumerate(rows) if row.finish_reason is None]
             shrinks = 2 * len(alive) <= len(rows)  # half of the rows have ended: go on with fewer
             if not shrinks and len(flights) < AHEAD:
-                flights.append(_send(run, station, start))
+                flights.append(_send(run, station, rows, start))
                 start = None
                 continue
             if not flights:
@@ -243,19 +244,19 @@ def steps(run, rows):
             now = time.perf_counter()
             seconds, last = now - max(last, flight.start), now
             if alive:
-                yield from run.take(rows, flight.arm, flight.record.tolist(), seconds, not flight.first)
+                yield from run.take(rows, flight.arm, flight.record.tolist(), seconds, not flight.first, flight.told)
         rows, kept = [rows[i] for i in alive], alive
 
 
-def _send(run, station, start=None) -> Flight:
-    arm_index = int(run.policy.select_arm())
+def _send(run, station, rows, start=None) -> Flight:
+    arm_index, told = run.choose([row for row in rows if row.finish_reason is None])
     start, captured = start or time.perf_counter(), len(station.graphs)
     out = station.advance(run.arms[arm_index])
     first = len(station.graphs) > captured
     if not out.is_cuda:
-        return Flight(arm_index, out, None, start, first)
+        return Flight(arm_index, out, None, start, first, told)
     record = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
     record.copy_(out, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
-    return Flight(arm_index, record, event, start, first)
+    return Flight(arm_index, record, event, start, first, told)

@@ -6,7 +6,6 @@ Batches of one and of many take the same path. It leaves out how drafts come abo
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -14,8 +13,10 @@ import torch
 
 from flashspec_core.bandits import UCB1
 from flashspec_core.engine.checks import as_arms, check_same_target, check_same_tokenizer, row_seeds
+from flashspec_core.engine.contexts import Committed
 from flashspec_core.engine.drafters import DraftContext, all_drafters, feature_layers
 from flashspec_core.engine.kv_cache import CachedModel
+from flashspec_core.engine.rows import Row
 from flashspec_core.engine.text import TextStream, encode_prompts
 from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
 from flashspec_core.policies import FixedArm
@@ -42,6 +43,7 @@ def generate(
     logprobs: bool = False,
     trace: bool = False,
     capture: bool | None = False,
+    context=None,
 ):
     """Continue a prompt speculatively: the text has the target's own law, whatever drafts.
 
@@ -69,6 +71,7 @@ def generate(
         trace: keep drafted ids, their log-probabilities and log-uniforms in every DecodeStep.
         capture: replay whole steps as CUDA graphs; None: wherever that can be (`Generation.mode` says what was done,
             and why), True: or refuse, False: never. The policy then learns of a step one step late.
+        context: f(list of contexts.Committed) -> hashable: asked before each step, and what it says goes to the policy.
     Returns: A Generation, or a list of them for a list of prompts.
     Raises:
         ValueError: an argument that does not fit, saying what was expected and what came.
@@ -101,26 +104,6 @@ class RowError(ValueError):
     def __init__(self, message, generations):
         super().__init__(message)
         self.generations = generations
-
-
-@dataclass
-class _Row:
-    index: int
-    ids: list[int]
-    num_prompt: int
-    sampling: Sampling
-    seed: int
-    end: int
-    text: TextStream
-    steps: list[DecodeStep] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-    seconds: float = 0.0
-
-    def generation(self, mode) -> Generation:
-        new, prompt = self.ids[self.num_prompt :], self.ids[: self.num_prompt]
-        reason = self.finish_reason or "cancelled"
-        return Generation(self.text.text, new, prompt, self.steps, self.seed, reason, self.seconds, self.error, mode)
 
 
 class Run:
@@ -160,7 +143,7 @@ class Run:
                 wanted = f"prompt and max_new_tokens within the model's sliding window of {self.cached.window} tokens"
                 raise ValueError(f"expected {wanted} (older keys cannot be rolled back to), got {end} (row {i})")
             text = TextStream(target.tokenizer, stop)
-            self.rows.append(_Row(i, list(ids), len(ids), samplings[i], seeds[i], end, text))
+            self.rows.append(Row(i, list(ids), len(ids), samplings[i], seeds[i], end, o.max_new_tokens, text))
         self.target, self.options, self.eos = target, o, target.eos_token_ids
         self.keeps_cache = cached is not None
         self.why_eager = self._why_eager()
@@ -227,7 +210,7 @@ class Run:
 
     def _step(self, rows):
         start = time.perf_counter()
-        arm_index = int(self.policy.select_arm())
+        arm_index, told = self.choose(rows)
         arm = self.arms[arm_index]
         device = self.target.device
         samplings = [row.sampling for row in rows]
@@ -274,18 +257,25 @@ class Run:
             records.append(record)
         if arm.drafter is not None:
             arm.drafter.commit(context, result)
-        self._learn(arm_index, records, time.perf_counter() - start)
+        self._learn(arm_index, records, time.perf_counter() - start, told)
         seconds = time.perf_counter() - start
         for row, record in zip(rows, records, strict=True):
             record.step_seconds = seconds
             row.seconds += seconds
         yield from records
 
-    def take(self, rows, arm_index: int, record: list[list[int]], seconds: float, learns: bool = True):
+    def choose(self, rows):
+        """The policy's next arm, and what it was told. Args: rows: that go on, as far as they have come."""
+        if self.options.context is None:
+            return int(self.policy.select_arm()), None
+        told = self.options.context([Committed(row.ids, row.text.text, row.steps) for row in rows])
+        return int(self.policy.select_arm(told)), told
+
+    def take(self, rows, arm_index: int, record: list[list[int]], seconds: float, learns: bool = True, told=None):
         """Take up what a captured step put out; rows that had ended before are passed over.
 
         Args:
-            rows, arm_index, seconds: of the step, its arm, and how long it took.
+            rows, arm_index, seconds, told: of the step, its arm, how long it took, what the policy was told.
             record: for each row accepted, next id, first invalid position, the emitted ids, number drafted.
             learns: whether the policy learns from these seconds.
         Returns: A DecodeStep a row.
@@ -298,7 +288,7 @@ class Run:
                 records[-1].step_seconds = seconds
                 records[-1].num_prefilled = prefilled
                 row.seconds += seconds
-        self._learn(arm_index, records, seconds if learns else None)
+        self._learn(arm_index, records, seconds if learns else None, told)
         return records
 
     def _record(self, row, arm_index, num_draft, accepted, invalid, emitted, now) -> DecodeStep:
@@ -308,7 +298,7 @@ class Run:
             row.error = f"the target's logits hold no law (NaN, or nothing finite) {where}"
             row.finish_reason, new = "error", []
         else:
-            new = self._commit(row, emitted)
+            new = row.commit(emitted, self.eos)
             late = self.options.max_seconds is not None and now - self.start > self.options.max_seconds
             row.finish_reason = row.finish_reason or ("time" if late else None)
         arm = self.arms[arm_index]
@@ -328,7 +318,7 @@ class Run:
         row.steps.append(record)
         return record
 
-    def _learn(self, arm_index, records, seconds):
+    def _learn(self, arm_index, records, seconds, told):
         """Rewards of a step, and the policy's lesson; seconds None: they say nothing of the arm."""
         num_rejected = sum(r.num_accepted < r.num_draft_tokens for r in records)
         drafted, accepted = sum(r.num_draft_tokens for r in records), sum(r.num_accepted for r in records)
@@ -342,7 +332,7 @@ class Run:
                 record.reward = len(record.token_ids) / seconds / self.fastest
         early = self.layers and not self.num_steps  # heads cannot draft in the first step
         if not (early or (by_time and not knows)):
-            feedback = Feedback(self.num_steps, drafted, accepted, num_rejected)
+            feedback = Feedback(self.num_steps, drafted, accepted, num_rejected, None, told)
             self.policy.update(arm_index, fmean(r.reward for r in records), feedback)
         self.num_steps += 1
 
@@ -381,21 +371,3 @@ class Run:
                 prefix = torch.tensor([ids[: start + j]], device=logits.device)
                 logits[i, j] = self.options.logits_processor(prefix, logits[i, j : j + 1])[0]
         return logits
-
-    def _commit(self, row, emitted) -> list[int]:
-        """Append what the row keeps of the emitted ids, and say why it ends where it does."""
-        new = []
-        for token_id in emitted:
-            if token_id < 0 or row.finish_reason:
-                break
-            new.append(token_id)
-            row.ids.append(token_id)
-            stopped = row.text.push(token_id)
-            if token_id in self.eos:
-                row.finish_reason = "eos"
-            elif stopped:
-                row.finish_reason = "stop"
-            elif len(row.ids) >= row.end:
-                reached = len(row.ids) - row.num_prompt >= self.options.max_new_tokens
-                row.finish_reason = "length" if reached else "context"
-        return new

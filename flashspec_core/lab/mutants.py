@@ -201,7 +201,7 @@ MUTANTS = [
     ),
     Mutant(
         "the token behind accepted ones is thrown away",
-        "engine.decode:Run._commit",
+        "engine.rows:Row.commit",
         "for token_id in emitted:",
         "for token_id in emitted[: max(1, sum(t >= 0 for t in emitted) - 1)]:",
     ),
