@@ -92,9 +92,14 @@ class Replay(Policy):
     def __init__(self, arms):
         self.arms, self.position = [int(arm) for arm in arms], 0
 
+    @property
+    def left(self) -> int:
+        """Steps that it still has arms for: captured steps are not sent ahead beyond them."""
+        return len(self.arms) - self.position
+
     def select_arm(self, context=None) -> int:
         """The next arm. Args: context: not used."""
-        if self.position >= len(self.arms):
+        if not self.left:
             raise ValueError(f"Replay holds {len(self.arms)} arms, and one more step was asked for")
         self.position += 1
         return self.arms[self.position - 1]

@@ -178,7 +178,8 @@ class DecodeStep:
         text: the characters that these ids completed; over all steps they concatenate to `Generation.text`.
         reward: of this row, what the policy learnt from; see generate's `reward`.
         tokens_per_second: emitted over step_seconds, of this row.
-        step_seconds, draft_seconds, verify_seconds: of the whole step; verify includes the target's pass.
+        step_seconds, draft_seconds, verify_seconds: of the whole step; verify includes the target's pass. Of a captured
+            step the device's time, not told apart.
         num_prefilled: prompt tokens read in this step (its time holds the prefill), 0 after the first.
         logprobs: with `logprobs=True`, the target's own log-probability of each emitted token.
         draft_token_ids, target_logprobs, draft_logprobs, log_uniforms: with `trace=True`, one value a drafted token

@@ -11,7 +11,7 @@ from test_logits import samplings
 
 import flashspec_core as fs
 from flashspec_core.lab import gates
-from flashspec_core.noise import DRAFT, DraftNoise, gumbels, log_uniforms
+from flashspec_core.noise import DRAFT, DraftNoise, gumbels, log_uniforms, step_seeds
 from flashspec_core.verify import METHODS, decide, draw_draft, kernels, reference
 from flashspec_core.verify.logits import draw, logprobs, warp
 
@@ -231,11 +231,26 @@ def test_gpu_the_engine_decides_by_the_kernel():
         model.model.to("cpu")
 
 
-def test_other_laws_take_the_place_of_the_old_ones():
-    # a captured step reads them from where they stood when it was captured
+def test_what_a_captured_step_reads_stays_where_it_is():
     workspace = kernels.Workspace(2, 1, 50, torch.device("cpu"))
-    workspace.prepare([fs.Sampling(0.5), fs.Sampling()], None, 50)
+    workspace.prepare([fs.Sampling(0.5), fs.Sampling()])
     where = workspace.laws.data_ptr()
-    assert workspace.laws[:, 0].tolist() == [2.0, 0.0]
-    workspace.prepare([fs.Sampling(4.0), fs.Sampling(0.25)], None, 50)
-    assert workspace.laws.data_ptr() == where and workspace.laws[:, 0].tolist() == [0.25, 4.0]
+    assert workspace.laws[:, 0].tolist() == [2.0, 0.0] and not workspace.filtered
+    workspace.prepare([fs.Sampling(4.0), fs.Sampling(0.25, top_k=60)])  # beyond V, and still a filter: of q it is one
+    assert workspace.laws.data_ptr() == where and workspace.laws[:, 0].tolist() == [0.25, 4.0] and workspace.filtered
+    some, others = torch.tensor([3, 7]), torch.tensor([0, 7, 49])  # two drafters' vocabularies
+    first = workspace.inverse(some)
+    second = workspace.inverse(others)
+    assert workspace.inverse(some) is first and first[[3, 7, 0]].tolist() == [0, 1, -1]
+    assert second[[0, 7, 49, 3]].tolist() == [0, 1, 2, -1] and (first >= 0).sum() == 2
+    for _ in range(100):
+        workspace.inverse(torch.tensor([1]))
+    assert len(workspace.inverses) <= kernels.VOCABULARIES
+
+
+@INTERPRETER
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+def test_a_steps_noise_is_the_one_noise(gamma):
+    seeds, step = torch.tensor([7, -3, 2**62]), torch.tensor([11])
+    got, log_u = kernels.step_noise(seeds, step, gamma)
+    assert torch.equal(got, step_seeds(seeds, 11)) and torch.equal(log_u, log_uniforms(got, gamma))

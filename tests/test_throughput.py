@@ -2,6 +2,7 @@
 
 import json
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import make_target, random_ids
@@ -19,7 +20,8 @@ def test_a_profile_fills_what_is_not_given():
         throughput.settings("fast")
 
 
-def test_drafters_by_name():
+def test_drafters_by_name(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     target = make_target(layers=8)
     assert type(throughput.make_drafter("n-gram", target)) is fs.NGramDrafter
     assert throughput.make_drafter("early exit", target).name == "early-exit:2"

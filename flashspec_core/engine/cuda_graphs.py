@@ -19,8 +19,10 @@ from flashspec_core.records import Draft
 from flashspec_core.verify import decide, kernels
 
 AHEAD = 2  # steps that are on their way at most
-STRIDES = (512, 64)  # ids a row that a pass over many reads
+STRIDES = (512, 64, 8)  # ids a row that a pass over many reads
 STATIONS = 8  # kept a target: each holds a cache and its graphs
+LANES = 8  # drafters that a station keeps
+LONG = 64  # ids that a row must still want, that going on with fewer rows pays
 
 
 def why_eager(run) -> str | None:
@@ -34,7 +36,7 @@ def why_eager(run) -> str | None:
     if reason := why_not(run.target.model):
         return reason
     for arm in run.arms:
-        if arm.drafter is not None and isinstance(kind := lane_kind(arm.drafter), str):
+        if arm.drafter is not None and isinstance(kind := lane_kind(arm.drafter, run.target), str):
             return kind
     here = run.target.device.type == "cuda" or kernels.INTERPRETED
     return None if here else "no CUDA device"
@@ -51,6 +53,7 @@ class Station:
 
     def __init__(self, target, batch: int, capacity: int, layers=()):
         self.target, self.batch, self.capacity = target, batch, capacity
+        self.key = batch, capacity, tuple(layers)
         self.fused, device = FusedModel(target.model), target.device
         self.cache = self.fused.new_cache(batch, capacity)
         size = target.model.config.get_text_config().hidden_size
@@ -75,7 +78,7 @@ class Station:
         self.samplings, self.method = [row.sampling for row in rows], run.options.method
         for held in (self, *self.lanes.values()):
             for workspace in held.workspaces.values():
-                workspace.prepare(self.samplings, None, 0)
+                workspace.prepare(self.samplings)
         self.tokens.copy_(torch.tensor([row.ids + [0] * (self.capacity - len(row.ids)) for row in rows]))
         self.lengths.copy_(torch.tensor([len(row.ids) for row in rows]))
         self.seeds.copy_(torch.tensor([row.seed for row in rows]))
@@ -90,9 +93,9 @@ class Station:
             return
         pairs = list(zip(old.cache.keys + old.cache.values, self.cache.keys + self.cache.values, strict=True))
         pairs += [(old.states[layer][:, None], own[:, None]) for layer, own in self.states.items()]
+        kept = torch.tensor(kept, device=self.lengths.device)
         for source, own in pairs:
-            count = min(source.shape[2], self.capacity)
-            own[:, :, :count] = source[list(kept), :, :count]
+            own[:, :, : self.longest] = source[kept, :, : self.longest]
 
     def _read_on(self, stride: int):
         """The target reads `stride` ids a row."""
@@ -118,17 +121,29 @@ class Station:
         """The drafter's side of the step, made at its first call."""
         if drafter is None:
             return None
-        if id(drafter) not in self.lanes:
-            self.lanes[id(drafter)] = lane_kind(drafter)(drafter, self)
-        return self.lanes[id(drafter)]
+        key = id(drafter)
+        if key not in self.lanes:
+            if len(self.lanes) >= LANES:
+                gone = next(iter(self.lanes))
+                del self.lanes[gone]
+                self.graphs = {name: graph for name, graph in self.graphs.items() if gone not in name}
+            with torch.inference_mode(False):
+                self.lanes[key] = lane_kind(drafter, self.target)(drafter, self)
+        self.lanes[key] = self.lanes.pop(key)  # the latest stands last
+        return self.lanes[key]
+
+    def free(self):
+        """Let go of caches and graphs at once, and not when Python finds the circle."""
+        self.lanes.clear()
+        self.graphs.clear()
 
     def _step(self, lane, gamma: int):
         """One step on the buffers. Returns: [batch, gamma + 5] int64: accepted, next, invalid, emitted ids, drafted."""
-        greedy, seeds, positions = all(s.greedy for s in self.samplings), self.seeds, None
+        seeds, positions, log_u = self.seeds, None, None
         if self.method == "coupled":
             positions = self.lengths
-        elif not greedy:
-            seeds = step_seeds(self.seeds, self.step)
+        elif not all(s.greedy for s in self.samplings):
+            seeds, log_u = self._noise(gamma)
         draft = Draft(self.tokens.new_empty(self.batch, 0))
         if lane is not None:
             draft = lane.draft(gamma, self.samplings, DraftNoise(seeds, positions))
@@ -138,8 +153,8 @@ class Station:
         states, seen = self.fused.states(token_ids, self.lengths - 1, self.cache, self.states)
         self._keep(seen, self.lengths - 1)
         logits = self.fused.logits(states)
-        unread = greedy or self.method == "coupled"
-        log_u = logits.new_zeros(self.batch, width, dtype=torch.float32) if unread else log_uniforms(seeds, width)
+        unread = log_u is None
+        log_u = logits.new_zeros(self.batch, width, dtype=torch.float32) if unread else log_u[:, :width].contiguous()
         result = decide(logits, draft, self.samplings, log_u, seeds, positions, self.method, None, self.workspaces)
         places = self.lengths[:, None] + torch.arange(width + 1, device=last.device)
         self.tokens.scatter_(1, places.clamp_max(self.capacity - 1), result.token_ids.clamp_min(0))
@@ -152,13 +167,18 @@ class Station:
         drafted = (draft.token_ids >= 0).sum(1, keepdim=True)
         return torch.cat([torch.stack(out, 1), result.token_ids, drafted], 1)
 
+    def _noise(self, gamma: int):
+        if self.seeds.is_cuda:
+            return kernels.step_noise(self.seeds, self.step, gamma)
+        seeds = step_seeds(self.seeds, self.step)
+        return seeds, log_uniforms(seeds, gamma)
+
     def advance(self, arm):
         """One step of an arm, sent on its way. Args: arm: an Arm. Returns: its record on the device, see _step."""
         lane, gamma = self.lane(arm.drafter), arm.gamma if arm.drafter is not None else 0
         if lane is not None:
             self._catch_up(id(arm.drafter), lane.catch_up, lane.behind - lane.first(gamma))
-        filtered = any(not s.greedy and (s.top_k or s.min_p or (s.top_p or 1) < 1) for s in self.samplings)
-        law = all(s.greedy for s in self.samplings), filtered, self.method
+        law = all(s.greedy for s in self.samplings), kernels.filters(self.samplings), self.method
         out = self.replay((id(arm.drafter), gamma, law), lambda: self._step(lane, gamma))
         self.longest += gamma + 1
         for other in self.lanes.values():
@@ -193,70 +213,102 @@ class Station:
 
 @dataclass
 class Flight:
-    """A step on its way: its arm, its record, when it set out, whether captured just now, what the policy was told."""
+    """A step on its way.
+
+    Args:
+        arm, told: what was chosen, and what the policy was told.
+        record: see Station._step; in pinned memory.
+        first: it was captured just now, or is the first behind a prompt: its time says nothing of the arm.
+        times: when it set out and ended, CUDA events or seconds.
+        copied: the event behind the record's copy, or None.
+    """
 
     arm: int
-    record: torch.Tensor
-    event: object
-    start: float
-    first: bool
     told: object
+    record: torch.Tensor
+    first: bool
+    times: tuple
+    copied: object = None
 
     def arrived(self) -> bool:
         """Whether the record can be read; asks, and does not wait."""
-        return self.event is None or self.event.query()
+        return self.copied is None or self.copied.query()
+
+    def seconds(self) -> float:
+        """What the step took, on the device."""
+        start, end = self.times
+        return end - start if self.copied is None else start.elapsed_time(end) * 1e-3
 
 
 def station_for(run, rows) -> Station:
-    """The buffers for these rows: from an earlier call where they fit. Args: run: a decode.Run; rows: of it."""
+    """The buffers for these rows, taken from those that are kept; two calls never share one.
+
+    Args: run: a decode.Run; rows: of it.
+    """
     most = max([arm.gamma for arm in run.arms if arm.drafter is not None], default=0)
     needed = max(row.end for row in rows) + (AHEAD + 1) * (most + 1)
-    capacity = max(512, 1 << (needed - 1).bit_length())
-    key, kept = (len(rows), capacity, tuple(sorted(run.layers))), run.target.stations
-    if key not in kept:
-        while len(kept) >= STATIONS:
-            kept.pop(next(iter(kept)))
-        kept[key] = Station(run.target, *key)
-    kept[key] = kept.pop(key)  # the latest stands last
-    return kept[key]
+    key = len(rows), max(512, 1 << (needed - 1).bit_length()), tuple(sorted(run.layers))
+    if key in run.target.stations:
+        return run.target.stations.pop(key)
+    with torch.inference_mode(False):  # buffers outlive the caller's mode
+        return Station(run.target, *key)
+
+
+def give_back(run, station):
+    """Keep a station for later calls. Args: run: a decode.Run; station: that it does not use any more."""
+    kept = run.target.stations
+    for old in [kept.pop(station.key, None), kept.pop(next(iter(kept))) if len(kept) >= STATIONS else None]:
+        if old is not None:
+            old.free()
+    kept[station.key] = station
 
 
 def steps(run, rows):
     """Yield a DecodeStep a row and step until every row has ended. Args: run: a decode.Run; rows: of it."""
     station, kept = None, ()
-    while rows:
-        start, old = time.perf_counter(), station
-        station = station_for(run, rows)
-        station.begin(run, rows, old, kept)
-        flights, last = deque(), 0.0
-        while True:
-            alive = [i for i, row in enumerate(rows) if row.finish_reason is None]
-            shrinks = 2 * len(alive) <= len(rows)  # half of the rows have ended: go on with fewer
-            if not shrinks and len(flights) < AHEAD:
-                flights.append(_send(run, station, rows, start))
-                start = None
-                continue
-            if not flights:
-                break
-            flight = flights.popleft()
-            while not flight.arrived():
-                pass
-            now = time.perf_counter()
-            seconds, last = now - max(last, flight.start), now
-            if alive:
-                yield from run.take(rows, flight.arm, flight.record.tolist(), seconds, not flight.first, flight.told)
-        rows, kept = [rows[i] for i in alive], alive
+    try:
+        while rows:
+            old, station = station, station_for(run, rows)
+            station.begin(run, rows, old, kept)
+            if old is not None:
+                give_back(run, old)
+            flights, first = deque(), True
+            while True:
+                alive = [i for i, row in enumerate(rows) if row.finish_reason is None]
+                wanted = max([rows[i].end - len(rows[i].ids) for i in alive], default=0)
+                fewer = 2 * len(alive) <= len(rows) and wanted >= LONG  # it pays to go on with those alone
+                ahead = min(AHEAD, wanted, max(1, len(flights) + getattr(run.policy, "left", AHEAD)))
+                if not fewer and len(flights) < ahead:
+                    flights.append(_send(run, station, [rows[i] for i in alive], first))
+                    first = False
+                    continue
+                if not flights:
+                    break
+                flight = flights.popleft()
+                while not flight.arrived():
+                    pass
+                if alive:
+                    learns = not flight.first
+                    yield from run.take(rows, flight.arm, flight.record.tolist(), flight.seconds(), learns, flight.told)
+            rows, kept = [rows[i] for i in alive], alive
+    finally:
+        if station is not None:
+            give_back(run, station)
 
 
-def _send(run, station, rows, start=None) -> Flight:
-    arm_index, told = run.choose([row for row in rows if row.finish_reason is None])
-    start, captured = start or time.perf_counter(), len(station.graphs)
+def _send(run, station, rows, first: bool) -> Flight:
+    arm_index, told = run.choose(rows)
+    captured = len(station.graphs)
+    if station.target.device.type != "cuda":
+        start = time.perf_counter()
+        out = station.advance(run.arms[arm_index])
+        return Flight(arm_index, told, out, first, (start, time.perf_counter()))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
     out = station.advance(run.arms[arm_index])
-    first = len(station.graphs) > captured
-    if not out.is_cuda:
-        return Flight(arm_index, out, None, start, first, told)
+    end.record()
     record = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
     record.copy_(out, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return Flight(arm_index, record, event, start, first, told)
+    copied = torch.cuda.Event()
+    copied.record()
+    return Flight(arm_index, told, record, first or len(station.graphs) > captured, (start, end), copied)

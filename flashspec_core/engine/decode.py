@@ -191,6 +191,9 @@ class Run:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
             longest = max(len(row.ids) for row in self.rows)
+            for station in self.target.stations.values():
+                station.free()
+            self.target.stations.clear()
             raise MemoryError(
                 f"{self.target.device} has too little memory for {len(self.rows)} rows of up to {longest} tokens; "
                 "lower the number of prompts, max_new_tokens, gamma, or take a 16-bit dtype"
@@ -287,7 +290,7 @@ class Run:
                 records.append(self._record(row, arm_index, num_draft, accepted, invalid, emitted, now))
                 records[-1].step_seconds = seconds
                 records[-1].num_prefilled = prefilled
-                row.seconds += seconds
+                row.seconds = now - self.start
         self._learn(arm_index, records, seconds if learns else None, told)
         return records
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from flashspec_core.engine.kv_cache import KVCache
 from flashspec_core.engine.layer_kernels import Places, gate, norm
 
+DIMS = (16, 32, 64, 128)  # widths of a head that the kernels take
 KINDS = {"llama", "mistral", "qwen2", "qwen3"}
 _JOINED: WeakKeyDictionary = WeakKeyDictionary()  # first module: weight and bias of it and its neighbours
 
@@ -29,7 +30,7 @@ def why_not(model) -> str | None:
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return "it has a sliding window"
     dim = _head_dim(config)
-    if dim not in (16, 32, 64, 128):
+    if dim not in DIMS:
         return f"its heads are {dim} wide and not 16, 32, 64 or 128"
     kind = getattr(model.model.rotary_emb, "rope_type", "default")
     if kind not in ("default", "linear", "llama3", "yarn"):
@@ -124,10 +125,11 @@ def joined(*linears):
     first, sizes = linears[0], [m.out_features for m in linears]
     whole, bias = _JOINED.get(first, (None, None))
     if whole is None or whole.data_ptr() != first.weight.data_ptr():
-        whole = torch.cat([m.weight.detach() for m in linears])
-        bias = None if first.bias is None else torch.cat([m.bias.detach() for m in linears])
-        for module, part in zip(linears, whole.split(sizes), strict=True):
-            module.weight.data = part
+        with torch.inference_mode(False):
+            whole = torch.cat([m.weight.detach() for m in linears])
+            bias = None if first.bias is None else torch.cat([m.bias.detach() for m in linears])
+            for module, part in zip(linears, whole.split(sizes), strict=True):
+                module.weight.data = part
         _JOINED[first] = whole, bias
     return lambda x: F.linear(x, whole, bias)
 

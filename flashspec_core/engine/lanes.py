@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from flashspec_core.engine.drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter
-from flashspec_core.engine.fused import FusedModel, why_not
+from flashspec_core.engine.fused import DIMS, FusedModel, why_not
 from flashspec_core.engine.head_drafters import EagleDrafter, MedusaDrafter, drawn
 from flashspec_core.engine.layer_kernels import Places, gate, ngrams, norm
 from flashspec_core.records import Draft
@@ -192,9 +192,13 @@ LANES = {
 }
 
 
-def lane_kind(drafter) -> type | str:
-    """The lane of a drafter. Args: drafter: any. Returns: a class, or why there is none."""
+def lane_kind(drafter, target) -> type | str:
+    """The lane of a drafter. Args: drafter: any; target: a Target. Returns: a class, or why there is none."""
     kind = LANES.get(type(drafter), f"drafter {drafter.name!r} drafts on the host")
-    if kind is ModelLane and (reason := why_not(drafter.cached.model)):
-        return f"drafter {drafter.name!r}: {reason}"
-    return kind
+    reason = None
+    if kind is ModelLane:
+        model = drafter.cached.model
+        reason = why_not(model) or (f"it is on {model.device}" if model.device != target.device else None)
+    elif kind is EagleLane and drafter.head.head_dim not in DIMS:
+        reason = f"its heads are {drafter.head.head_dim} wide and not 16, 32, 64 or 128"
+    return f"drafter {drafter.name!r}: {reason}" if reason else kind

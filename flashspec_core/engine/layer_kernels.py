@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MOST_ROWS = 64  # queries that a program takes
+MOST_ROWS = 64  # queries that a program takes, where 16-bit matrix units are
+MOST_SPLITS = 16  # programs that share a row's keys
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def norm_kernel(x_ptr, more_ptr, weight_ptr, sum_ptr, out_ptr, size, eps, ADDS: 
 @triton.jit
 def gate_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     """silu(gate) * up. x: [rows, 2 size], gates first; out: [rows, size]."""
-    row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(x_ptr + 2 * row * size + at, mask=inside, other=0.0)
     up = tl.load(x_ptr + (2 * row + 1) * size + at, mask=inside, other=0.0).to(tl.float32)
@@ -255,14 +256,17 @@ class Places:
             num_warps=1,
         )  # fmt: skip
         group, block = self.heads // self.kv_heads, 64 if qkv.element_size() == 2 else 32
-        rows = max(16, min(MOST_ROWS, triton.next_power_of_2(group * width)))
+        units = qkv.is_cuda and qkv.element_size() == 2 and torch.cuda.get_device_capability(qkv.device) >= (8, 0)
+        wanted = triton.next_power_of_2(group * width)
+        rows = max(16, triton.next_power_of_2(group), min(wanted, MOST_ROWS if units else 16))
         tiles, units = triton.cdiv(width, rows // group), batch * self.kv_heads
         cores = torch.cuda.get_device_properties(qkv.device).multi_processor_count if qkv.is_cuda else 2
-        splits = max(1, min(triton.cdiv(capacity, block), 2 * cores // (units * tiles)))
+        splits = max(1, min(triton.cdiv(capacity, 2 * block), 2 * cores // (units * tiles), MOST_SPLITS))
         key = units * tiles, splits, rows
         if key not in self.buffers:
             new = functools.partial(torch.empty, device=qkv.device)
-            parts, sums = new(units * tiles, splits, rows, self.dim), new(units * tiles, splits, 2, rows)
+            many = units * tiles if splits > 1 else 1  # alone, a program has nothing to leave
+            parts, sums = new(many, splits, rows, self.dim), new(many, splits, 2, rows)
             self.buffers[key] = parts, sums, torch.zeros(units * tiles, dtype=torch.int32, device=qkv.device)
         attention_kernel[splits * tiles, self.kv_heads, batch](
             q, keys, values, starts, out, *self.buffers[key], width, capacity, self.heads, self.kv_heads, splits,
@@ -284,7 +288,7 @@ def gate(x):
     """silu(first half) * second half. Args: x: [rows, 2 size]. Returns: [rows, size]."""
     size = x.shape[1] // 2
     out = x.new_empty(len(x), size)
-    gate_kernel[triton.cdiv(size, 1024), len(x)](x, out, size, 1024, num_warps=4)
+    gate_kernel[len(x), triton.cdiv(size, 1024)](x, out, size, 1024, num_warps=4)
     return out
 
 

@@ -7,6 +7,7 @@ It leaves out the kernels (bench_kernels.py) and CPUs (bench_cpu.py).
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from dataclasses import dataclass
 
@@ -245,6 +246,7 @@ def main(arguments=None) -> None:
     o = parser.parse_args(arguments)
     for name in o.shapes:
         bench.append_rows(shape_rows(name, SHAPES[name], o.device, num_tokens=o.tokens), o.file)
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashspec_core.noise import ACCEPT, STEP
 from flashspec_core.verify import METHODS
 from flashspec_core.verify.kernel_parts import (
     LN2,
     LOG2E,
     NO_ID,
     _argmax,
+    _block,
     _excess_sum,
     _finite,
     _log_sums,
@@ -25,6 +27,25 @@ from flashspec_core.verify.kernel_parts import (
 )
 
 _BLOCK, _COUPLED = tl.constexpr(METHODS.index("block")), tl.constexpr(METHODS.index("coupled"))
+_STEP, _ACCEPT = tl.constexpr(STEP), tl.constexpr(ACCEPT)
+
+
+@triton.jit
+def _noise_kernel(
+    row_seeds_ptr,  # [batch] int64
+    step_ptr,  # [1] int64
+    seeds_ptr,  # [batch] int64: noise.step_seeds
+    bits_ptr,  # [batch, gamma] float32: the 24 bits behind noise.log_uniforms, and one
+    gamma,
+    GAMMA: tl.constexpr,
+):
+    """A step's seed of one row, and the accept test's noise."""
+    row, at = tl.program_id(0), tl.arange(0, GAMMA)
+    low, high, _, _ = _block(tl.load(row_seeds_ptr + row), tl.load(step_ptr), 0, _STEP)
+    seed = low.to(tl.int64) | (high.to(tl.int64) << 32)
+    word, _, _, _ = _block(seed, at * 0, at, _ACCEPT)
+    tl.store(seeds_ptr + row, seed)
+    tl.store(bits_ptr + row * gamma + at, ((word >> 8) + 1).to(tl.float32), mask=at < gamma)
 
 
 @triton.jit

@@ -13,11 +13,12 @@ import triton
 from flashspec_core.noise import COUPLED, DRAFT, RECOVER
 from flashspec_core.records import Draft, VerifyResult
 from flashspec_core.verify import METHODS
-from flashspec_core.verify.kernel_step import _floors_kernel, _verify_kernel
+from flashspec_core.verify.kernel_step import _floors_kernel, _noise_kernel, _verify_kernel
 
 PER_CORE = 4  # programs a multiprocessor
 LANES = 128  # of a program; each takes eight ids of every 1,024
 FEW = 8  # lanes that are raced at a time, at most
+VOCABULARIES = 16  # of drafts that a workspace remembers
 INTERPRETED = triton.knobs.runtime.interpret  # its programs run one after another, so none may wait for the next
 _SKIP = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that the dtype lacks
 
@@ -45,7 +46,7 @@ class Workspace:
         self.out = torch.empty(batch, gamma + 4, dtype=torch.int64, device=device)
         self.logs = torch.zeros(batch, 3, gamma + 1, device=device)
         self.laws = torch.empty(batch, 5, device=device)
-        self.samplings, self.vocab_ids, self.inverse = None, None, self.winners
+        self.samplings, self.inverses = None, {}
         self.result = VerifyResult(
             self.out[:, 0],
             self.out[:, 1],
@@ -56,13 +57,8 @@ class Workspace:
             "triton",
         )
 
-    def prepare(self, samplings, vocab_ids, draft_vocab: int):
-        """Take the rows' laws and the draft's vocabulary to the device, when they change.
-
-        Args:
-            samplings: list of one Sampling a row.
-            vocab_ids, draft_vocab: [draft_vocab] int64 or None.
-        """
+    def prepare(self, samplings):
+        """Take the rows' laws to the device, when they change. Args: samplings: list of one Sampling a row."""
         if samplings != self.samplings:
             vocab = self.shape[2]
             self.samplings = list(samplings)
@@ -71,11 +67,28 @@ class Workspace:
                 scale, log_min_p = 0 if s.greedy else 1 / s.temperature, math.log(s.min_p) if s.min_p else -math.inf
                 laws.append((scale, s.temperature, s.top_k or vocab, s.top_p or 1, log_min_p))
             self.laws.copy_(torch.tensor(laws, dtype=torch.float32), non_blocking=True)  # in place: graphs read it
-            self.filtered = any(k < vocab or p < 1 or m > -math.inf for scale, _, k, p, m in laws if scale)
-        if vocab_ids is not None and vocab_ids is not self.vocab_ids:
-            self.inverse = torch.full((self.shape[2],), -1, dtype=torch.int32, device=self.out.device)
-            self.inverse[vocab_ids] = torch.arange(draft_vocab, dtype=torch.int32, device=self.out.device)
-            self.vocab_ids = vocab_ids
+            self.filtered = filters(samplings)
+
+    def inverse(self, vocab_ids):
+        """Where each target id stands in a draft's vocabulary; kept, since a captured step reads it again.
+
+        Args: vocab_ids: [draft_vocab] int64, or None: not read.
+        Returns: [vocab] int32, -1: nowhere.
+        """
+        if vocab_ids is None:
+            return self.winners
+        if id(vocab_ids) not in self.inverses:
+            if len(self.inverses) >= VOCABULARIES:
+                self.inverses.pop(next(iter(self.inverses)))
+            table = torch.full((self.shape[2],), -1, dtype=torch.int32, device=self.out.device)
+            table[vocab_ids] = torch.arange(len(vocab_ids), dtype=torch.int32, device=self.out.device)
+            self.inverses[id(vocab_ids)] = vocab_ids, table
+        return self.inverses[id(vocab_ids)][1]
+
+
+def filters(samplings) -> bool:
+    """Whether some row's law has a filter. Args: samplings: list of Samplings."""
+    return any(not s.greedy and (s.top_k is not None or s.min_p or (s.top_p or 1) < 1) for s in samplings)
 
 
 def verify(target_logits, draft, samplings, log_uniforms, seeds, positions=None, method="token", workspaces=None):
@@ -91,6 +104,17 @@ def verify(target_logits, draft, samplings, log_uniforms, seeds, positions=None,
     """
     purpose = COUPLED if method == "coupled" else RECOVER
     return _launch(target_logits, draft, samplings, log_uniforms, seeds, positions, method, purpose, workspaces).result
+
+
+def step_noise(row_seeds, step, gamma: int):
+    """noise.step_seeds and noise.log_uniforms of a step whose number is on the device, in three launches.
+
+    Args: row_seeds: [batch] int64; step: [1] int64; gamma: drafted tokens.
+    Returns: [batch] int64; [batch, gamma] float32.
+    """
+    seeds, bits = torch.empty_like(row_seeds), torch.empty(len(row_seeds), gamma, device=row_seeds.device)
+    _noise_kernel[(len(row_seeds),)](row_seeds, step, seeds, bits, gamma, triton.next_power_of_2(max(1, gamma)))
+    return seeds, (bits * 2.0**-24).log()
 
 
 def draw(logits, samplings, noise, index: int, workspaces=None):
@@ -124,9 +148,10 @@ def _launch(
     logits = target if logits is None else logits.contiguous()
     shape, workspaces = (batch, gamma, vocab, target.device), {} if workspaces is None else workspaces
     if shape not in workspaces:
-        workspaces[shape] = Workspace(*shape)
+        with torch.inference_mode(False):  # buffers outlive the caller's mode
+            workspaces[shape] = Workspace(*shape)
     ws, draft_vocab = workspaces[shape], logits.shape[-1]
-    ws.prepare(samplings, vocab_ids, draft_vocab)
+    ws.prepare(samplings)
     ids, width = draft.token_ids.contiguous(), triton.next_power_of_2(gamma + 1)
     log_u = ws.floors if log_uniforms is None else log_uniforms.contiguous()
     kept = draft.logsumexp.contiguous() if kind == 2 else log_u
@@ -139,8 +164,8 @@ def _launch(
         )  # fmt: skip
     varying = target, logits, ids, kept, log_u, seeds, positions
     arguments = (
-        target, logits, ids, ws.inverse, ws.laws, ws.floors, kept, log_u, seeds, positions, ws.parts, ws.winners,
-        ws.bounds, ws.state, ws.out, ws.logs, gamma, vocab, draft_vocab, ws.part,
+        target, logits, ids, ws.inverse(vocab_ids), ws.laws, ws.floors, kept, log_u, seeds, positions, ws.parts,
+        ws.winners, ws.bounds, ws.state, ws.out, ws.logs, gamma, vocab, draft_vocab, ws.part,
     )  # fmt: skip
     phases = phases or (((1, 2, 3) if method == "block" else (1, 3)) if INTERPRETED else (0,))
     places = [t.data_ptr() % 16 for t in varying]
