@@ -286,7 +286,7 @@ def steps(run, rows):
                     break
                 flight = flights.popleft()
                 while not flight.arrived():
-                    pass
+                    time.sleep(0)  # other threads may go on
                 if alive:
                     learns = not flight.first
                     yield from run.take(rows, flight.arm, flight.record.tolist(), flight.seconds(), learns, flight.told)

@@ -256,11 +256,11 @@ class Places:
             num_warps=1,
         )  # fmt: skip
         group, block = self.heads // self.kv_heads, 64 if qkv.element_size() == 2 else 32
-        units = qkv.is_cuda and qkv.element_size() == 2 and torch.cuda.get_device_capability(qkv.device) >= (8, 0)
+        fast = qkv.is_cuda and qkv.element_size() == 2 and torch.cuda.get_device_capability(qkv.device) >= (8, 0)
         wanted = triton.next_power_of_2(group * width)
-        rows = max(16, triton.next_power_of_2(group), min(wanted, MOST_ROWS if units else 16))
+        rows = max(16, triton.next_power_of_2(group), min(wanted, MOST_ROWS if fast else 16))
         tiles, units = triton.cdiv(width, rows // group), batch * self.kv_heads
-        cores = torch.cuda.get_device_properties(qkv.device).multi_processor_count if qkv.is_cuda else 2
+        cores = torch.cuda.get_device_properties(qkv.device).multi_processor_count if qkv.is_cuda else 16
         splits = max(1, min(triton.cdiv(capacity, 2 * block), 2 * cores // (units * tiles), MOST_SPLITS))
         key = units * tiles, splits, rows
         if key not in self.buffers:
