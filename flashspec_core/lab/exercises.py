@@ -96,16 +96,6 @@ EXERCISES = {
         "Does the theorem speak of a finite run, or of the limit of many rounds?",
         "It gives the rate as T goes to infinity; a finite run may lie below rate times ln T.",
     ),
-    "06-a": Exercise(
-        138,
-        "First the tokens a step: 1 + a + a^2 + a^3 + a^4 with a = 0.75; then how many steps fit into a second.",
-        "3.05 tokens every 22.1 ms: three times what was reported beside these two figures.",
-    ),
-    "06-b": Exercise(
-        0.38,
-        "A step costs 1.2 + 4 x 0.1 plain passes; find a so that 1 + a + a^2 + a^3 + a^4 is as much.",
-        "1 + .38 + .144 + .055 + .021 = 1.6: below it the step costs more than it emits.",
-    ),
 }
 
 
