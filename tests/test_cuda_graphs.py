@@ -128,22 +128,6 @@ def test_the_same_ids_as_the_loop(arm, method, by_rule):
     assert_same(*both(target, arms_for(target, "off", arm), method=method, policy=FirstOff))
 
 
-@INTERPRETER
-@pytest.mark.parametrize("block", [1, 4])
-def test_idle_drafters_catch_up(block, by_rule, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "STRIDES", (7, 3))
-    target = make_target(hidden=64)
-    arms = arms_for(target, "model", "eagle", "off", "n-gram", "medusa", "early exit")
-    policies = []
-
-    def policy():
-        policies.append(InTurn(block, len(arms)))
-        return policies[-1]
-
-    assert_same(*both(target, arms, max_new_tokens=60, policy=policy))
-    assert policies[1].learnt == policies[0].learnt[: len(policies[1].learnt)] or block == 1
-
-
 def target_with_ends(*ids):
     target = make_target(hidden=64)
     target.model.generation_config.eos_token_id = list(ids)
@@ -248,12 +232,15 @@ def test_what_cannot_be_captured_says_why(by_rule, smollm2):
         chat.say("Hello")
 
 
-def on_the_device(arms, target):
-    """The same arms with what they hold moved to CUDA. Args: arms; target: there already."""
+def on_the_device(*names):
+    """A target on CUDA, and these arms with what they hold moved there."""
+    target = make_target(hidden=64)
+    target.model.cuda()
+    arms = arms_for(target, *names)
     for arm in arms:
         if type(arm.drafter) is fs.ModelDrafter:
             arm.drafter.cached.model.cuda()
-    return arms
+    return target, arms
 
 
 @GPU
@@ -261,9 +248,7 @@ def on_the_device(arms, target):
 @pytest.mark.parametrize("method", ["token", "block", "coupled"])
 @pytest.mark.parametrize("arm", ["off", "model", "small vocabulary", "n-gram", "early exit", "medusa", "eagle"])
 def test_captured_steps_give_the_same_ids_as_the_loop(arm, method):
-    target = make_target(hidden=64)
-    target.model.cuda()
-    arms = on_the_device(arms_for(target, "off", arm), target)
+    target, arms = on_the_device("off", arm)
     for _ in range(2):  # captured, then replayed from the start
         loop, ours = both(target, arms, method=method, policy=FirstOff, capture_loop=False)
         assert_same(loop, ours, mode="eager: capture=False")
@@ -271,21 +256,8 @@ def test_captured_steps_give_the_same_ids_as_the_loop(arm, method):
 
 @GPU
 @pytest.mark.gpu
-def test_idle_drafters_catch_up_on_the_device():
-    target = make_target(hidden=64)
-    target.model.cuda()
-    arms = on_the_device(arms_for(target, "model", "eagle", "off", "n-gram", "medusa", "early exit"), target)
-    policy = functools.partial(InTurn, 2, len(arms))
-    loop, ours = both(target, arms, max_new_tokens=60, policy=policy, capture_loop=False)
-    assert_same(loop, ours, mode="eager: capture=False")
-
-
-@GPU
-@pytest.mark.gpu
 def test_the_host_waits_for_nothing_in_a_steady_step():
-    target = make_target(hidden=64)
-    target.model.cuda()
-    (arm,) = on_the_device(arms_for(target, "model"), target)
+    target, (arm,) = on_the_device("model")
     options = dict(max_new_tokens=200, sampling=fs.Sampling(0.8), seed=1, capture=True)
     fs.generate(target, arm, TEXTS, **options)  # captured
     stream = fs.stream(target, arm, TEXTS, **options)
@@ -299,21 +271,6 @@ def test_the_host_waits_for_nothing_in_a_steady_step():
     assert called["cudaGraphLaunch"] >= 15
     waits = {name: n for name, n in called.items() if "Synchronize" in name or name in ("cudaMemcpy", "cudaMalloc")}
     assert set(waits) <= {"cudaDeviceSynchronize"} and sum(waits.values()) <= 1, waits  # one is the profiler's own
-
-
-@INTERPRETER
-@pytest.mark.parametrize("method", ["token", "coupled"])
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "model"])
-def test_a_prompt_of_one_id_and_of_many(kind, method, by_rule):
-    # heads draft in the first step too, where one id alone tells them nothing; the text is the target's all the same
-    target = make_target(hidden=64)
-    (arm,) = arms_for(target, kind)
-    texts = [[7], random_ids(150)]
-    options = dict(max_new_tokens=20, method=method, seed=3, sampling=fs.Sampling(0.9 if method == "coupled" else 0.0))
-    plain = fs.generate(target, fs.Arm(None), texts, **options)
-    ours = fs.generate(target, arm, texts, capture=True, **options)
-    assert [b.token_ids for b in ours] == [a.token_ids for a in plain]
-    assert ours[0].steps[0].num_prefilled == 149 and ours[0].steps[0].num_draft_tokens > 0
 
 
 @INTERPRETER

@@ -1,10 +1,5 @@
 """The fused pass equals transformers' own, row by row, whatever lengths the rows have."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import transformers
@@ -14,7 +9,6 @@ from test_kernels import INTERPRETER
 import flashspec_core as fs
 from flashspec_core.engine import fused
 from flashspec_core.engine.kv_cache import CachedModel
-from flashspec_core.engine.layer_kernels import ngrams
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 
@@ -56,18 +50,6 @@ def test_it_equals_transformers(family, width):
 
 
 @INTERPRETER
-def test_ngrams_are_those_of_the_drafter():
-    generator = torch.Generator().manual_seed(0)
-    for gamma, settings in ((4, (2, 16, 4)), (7, (1, 3, 1)), (3, (3, 5, 2))):
-        rows = [torch.randint(3, (n,), generator=generator).tolist() for n in (2, 5, 40, 600, 1100)]
-        tokens = torch.tensor([ids + [0] * (1100 - len(ids)) for ids in rows])
-        out = ngrams(tokens, torch.tensor([len(ids) for ids in rows]), gamma, *settings)
-        for got, ids in zip(out.tolist(), rows, strict=True):
-            wanted = fs.NGramDrafter(*settings)._lookup(0, ids, gamma)
-            assert got == wanted + [-1] * (gamma - len(wanted))
-
-
-@INTERPRETER
 def test_the_devices_step_by_its_own_kernels():
     # test_cuda_graphs.py has the kernels' rules stand in; here once all together
     target = fs.Target(make_target(hidden=64, layers=1).model)
@@ -76,47 +58,3 @@ def test_the_devices_step_by_its_own_kernels():
         options = dict(sampling=fs.Sampling(0.9), max_new_tokens=8, seed=3)
         loop = fs.generate(target, arm, random_ids(9), **options)
         assert fs.generate(target, arm, random_ids(9), capture=True, **options).token_ids[:6] == loop.token_ids[:6]
-
-
-COMPILE = """
-import json
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from flashspec_core.engine import layer_kernels as k
-from flashspec_core.verify import kernel_step
-types = dict.fromkeys("parts sums bits".split(), "*fp32") | {"arrived": "*i32"}
-types |= dict.fromkeys("starts tokens lengths row_seeds step seeds".split(), "*i64")
-small = dict(GROUP=8, ROWS=16, BLOCK=64, DIM=64)
-cases = [
-    (k.norm_kernel, dict(ADDS=True, BLOCK=4096), 4),
-    (k.gate_kernel, dict(BLOCK=1024), 4),
-    (k.rotary_kernel, dict(NORMED=True, HALF=64), 1),
-    (k.attention_kernel, small, 4),
-    (k.ngram_kernel, dict(MOST=16, GAMMA=8, BLOCK=512), 4),
-    (kernel_step._noise_kernel, dict(GAMMA=8), 4),
-]
-out = []
-for capability, dtype in ((75, "fp16"), (90, "bf16")):
-    here = cases + [(k.attention_kernel, small | dict(ROWS=64, DIM=128), 4)] * (capability == 90)
-    for fn, constants, warps in here:
-        known = types | ({"out": "*i64"} if fn is k.ngram_kernel else {})
-        other = lambda n: "*" + dtype if n.endswith("_ptr") else "i32"
-        signature = {n: known.get(n.removesuffix("_ptr"), other(n)) for n in fn.arg_names}
-        signature |= {n: "fp32" for n in ("eps", "scale") if n in signature} | dict.fromkeys(constants, "constexpr")
-        source = ASTSource(fn, signature, constexprs=constants)
-        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-        row = dict(name=fn.__name__, capability=capability, shared=built.metadata.shared, ptx=len(built.asm["ptx"]))
-        out.append(row)
-print(json.dumps(out))
-"""
-
-
-def test_the_layers_kernels_compile_for_a_t4_and_an_h200(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    built = json.loads(done.stdout.splitlines()[-1])
-    assert [b["capability"] for b in built] == [75] * 6 + [90] * 7
-    for b in built:
-        assert b["shared"] <= (65_536 if b["capability"] == 75 else 102_400), b

@@ -8,7 +8,7 @@ import torch
 from conftest import make_target, random_ids
 
 import flashspec_core as fs
-from flashspec_core.lab import bench, plots_throughput, throughput
+from flashspec_core.lab import bench, throughput
 
 
 def test_a_profile_fills_what_is_not_given():
@@ -77,6 +77,3 @@ def test_every_way_answers_every_prompt_and_becomes_rows():
         rows = one.rows(target, 0.0, 2)
         assert {r["note"] for r in rows} == {one.drafter} and bench.median(rows, metric="tokens_per_second") > 0
     assert found[2].acceptance_rate == 1.0 and found[0].acceptance_rate != found[0].acceptance_rate
-    costs = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3}
-    for figure in (plots_throughput.timeline_figure(found[:3]), plots_throughput.break_even_figure(costs, found[1:3])):
-        figure.draw_without_rendering()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashspec_core.engine.drafters import NGramDrafter
+from flashspec_core.engine.drafters import DraftContext, NGramDrafter
 
 
 @dataclass
@@ -45,12 +45,13 @@ class Repeats:
     """
 
     def __init__(self, num_ids: int = 3):
-        self.num_ids, self.finder = num_ids, NGramDrafter(num_ids, num_ids, 1)
+        self.finder = NGramDrafter(num_ids, num_ids, 1)
 
     def __call__(self, rows: list[Committed]) -> bool:
         """Look. Args: rows: one Committed a row."""
-        found = [self.finder._lookup(i, row.token_ids, 1) for i, row in enumerate(rows)]
-        return 2 * sum(map(bool, found)) > len(rows)
+        context = DraftContext([row.token_ids for row in rows], list(range(len(rows))), 0)
+        found = self.finder.draft(context, 1, None, None).token_ids
+        return 2 * int((found >= 0).sum()) > len(rows)
 
 
 class RecentAcceptance:

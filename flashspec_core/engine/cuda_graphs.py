@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from flashspec_core.engine.fused import FusedModel, why_not
-from flashspec_core.engine.lanes import gathered, lane_kind
+from flashspec_core.engine.lanes import gathered, lane_kind, places
 from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
 from flashspec_core.records import Draft
 from flashspec_core.verify import decide, kernels
@@ -105,9 +105,8 @@ class Station:
 
     def _keep(self, seen, starts):
         for layer, state in seen.items():
-            at = starts[:, None] + torch.arange(state.shape[1], device=starts.device)
-            at = at.clamp_max(self.capacity - 1)[..., None].expand_as(state)
-            self.states[layer].scatter_(1, at, state)
+            at = places(starts, state.shape[1], self.capacity)
+            self.states[layer].scatter_(1, at[..., None].expand_as(state), state)
 
     def _catch_up(self, name, function, missing: int):
         """Passes of many ids until nothing is missing."""
@@ -156,8 +155,7 @@ class Station:
         unread = log_u is None
         log_u = logits.new_zeros(self.batch, width, dtype=torch.float32) if unread else log_u[:, :width].contiguous()
         result = decide(logits, draft, self.samplings, log_u, seeds, positions, self.method, None, self.workspaces)
-        places = self.lengths[:, None] + torch.arange(width + 1, device=last.device)
-        self.tokens.scatter_(1, places.clamp_max(self.capacity - 1), result.token_ids.clamp_min(0))
+        self.tokens.scatter_(1, places(self.lengths, width + 1, self.capacity), result.token_ids.clamp_min(0))
         before, emitted = self.lengths.clone(), result.num_accepted + 1
         self.lengths.copy_((before + emitted).clamp_max(self.capacity - width - 1))
         if lane is not None:

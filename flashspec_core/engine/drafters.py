@@ -165,8 +165,7 @@ class ModelDrafter(Drafter):
         rows = [list(ids) for ids in context.token_ids]
         if known < context.vocab_size:  # what it cannot read it reads as id 0; q may depend on anything
             rows = [[token_id if token_id < known else 0 for token_id in ids] for ids in rows]
-        noise = noise.on(self.cached.model.device)
-        greedy = all(s.greedy for s in sampling)
+        noise, greedy = noise.on(self.cached.model.device), all(s.greedy for s in sampling)
         all_ids, all_logits, all_sums = [], [], []
         for i in range(gamma):
             logits = self.cached.logits(rows, 1, context.row_ids)[:, 0, : context.vocab_size]
@@ -179,8 +178,18 @@ class ModelDrafter(Drafter):
             all_ids.append(ids)
             for row, token_id in zip(rows, ids.tolist(), strict=True):
                 row.append(token_id)
-        ids = torch.stack(all_ids, 1)
-        return Draft(ids) if greedy else Draft(ids, torch.stack(all_logits, 1), torch.stack(all_sums, 1))
+        return drafted(sampling, all_ids, all_logits, all_sums)
+
+
+def drafted(samplings, ids, logits, sums, vocab_ids=None) -> Draft:
+    """A Draft of what was drawn; deterministic where all rows are greedy.
+
+    Args: samplings: one a row; ids, logits, sums: lists of a tensor a token; vocab_ids: of a trimmed vocabulary.
+    """
+    ids = torch.stack(ids, 1)
+    if all(s.greedy for s in samplings):
+        return Draft(ids)
+    return Draft(ids, torch.stack(logits, 1), torch.stack(sums, 1), vocab_ids)
 
 
 class EarlyExitDrafter(ModelDrafter):

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn import functional as F
 
-from flashspec_core.engine.kv_cache import KVCache
+from flashspec_core.engine.kv_cache import KVCache, check_can_roll_back
 from flashspec_core.engine.layer_kernels import Places, gate, norm
 
 DIMS = (16, 32, 64, 128)  # widths of a head that the kernels take
@@ -27,7 +27,7 @@ def why_not(model) -> str | None:
         return f"a {config.model_type} model is none of {', '.join(sorted(KINDS))}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act} and not silu"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+    if check_can_roll_back(model) is not None:
         return "it has a sliding window"
     dim = _head_dim(config)
     if dim not in DIMS:
@@ -61,7 +61,7 @@ class FusedModel:
                     down=mlp.down_proj,
                 )
             )
-        self.places = Places(*_heads(config), self.dim)
+        self.places = Places(config.num_attention_heads, config.num_key_value_heads, self.dim)
 
     def angles(self, capacity: int):
         """Cosines and sines for positions below `capacity`, made when more are asked for."""
@@ -106,10 +106,9 @@ class FusedModel:
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """A KVCache of a fixed size, all zeros. Args: batch, capacity: rows, and tokens a row."""
-        cache, (_, kv_heads) = KVCache(), _heads(self.config)
+        cache, shape = KVCache(), (batch, self.config.num_key_value_heads, capacity, self.dim)
         cache.capacity = capacity
         for held in (cache.keys, cache.values):
-            shape = batch, kv_heads, capacity, self.dim
             held += [torch.zeros(shape, dtype=self.model.dtype, device=self.model.device) for _ in self.layers]
         return cache
 
@@ -132,13 +131,6 @@ def joined(*linears):
                 module.weight.data = part
         _JOINED[first] = whole, bias
     return lambda x: F.linear(x, whole, bias)
-
-
-def _heads(config):
-    return (
-        getattr(config, "num_attention_heads", None) or config.num_heads,
-        getattr(config, "num_key_value_heads", None) or config.num_kv_heads,
-    )
 
 
 def _head_dim(config) -> int:

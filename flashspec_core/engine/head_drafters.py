@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flashspec_core.engine.drafters import Drafter
+from flashspec_core.engine.drafters import Drafter, drafted
 from flashspec_core.engine.heads import WEIGHTS, EagleHead, Head, load_head
 from flashspec_core.engine.kv_cache import CachedRows, common_prefix, padded, placed
 from flashspec_core.records import Draft
@@ -69,10 +69,7 @@ class HeadDrafter(Drafter):
                 all_logits.append(logits)
                 all_sums.append(sums)
             all_ids.append(ids)
-        ids = torch.stack(all_ids, 1)
-        if greedy:
-            return Draft(ids)
-        return Draft(ids, torch.stack(all_logits, 1), torch.stack(all_sums, 1), self.head.vocab_ids)
+        return drafted(sampling, all_ids, all_logits, all_sums, self.head.vocab_ids)
 
     def _logits(self, context, i, ids):
         """[batch, draft_vocab] of the i-th drafted token; ids: [batch] the one before it, None at i = 0."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from flashspec_core.engine.drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter
+from flashspec_core.engine.drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter, drafted
 from flashspec_core.engine.fused import DIMS, FusedModel, why_not
 from flashspec_core.engine.head_drafters import EagleDrafter, MedusaDrafter, drawn
 from flashspec_core.engine.layer_kernels import Places, gate, ngrams, norm
@@ -41,14 +41,21 @@ class Lane:
         """The step is over. Args: before, lengths: [batch], committed ids before and after it."""
 
 
-def gathered(tensor, starts, width: int):
-    """Some entries of each row. Args: tensor: [batch, capacity, ...]; starts: [batch]; width: from there on.
+def places(starts, width: int, capacity: int):
+    """Where some entries of each row stand. Args: starts: [batch]; width: from there on; capacity: of a row.
 
-    Returns: [batch, width, ...]; beyond the ends the first and the last.
+    Returns: [batch, width]; beyond the ends the first and the last.
     """
-    at = starts[:, None] + torch.arange(width, device=starts.device)
-    at = at.clamp(0, tensor.shape[1] - 1).view(*at.shape, *[1] * (tensor.dim() - 2))
-    return tensor.gather(1, at.expand(-1, -1, *tensor.shape[2:]))
+    return (starts[:, None] + torch.arange(width, device=starts.device)).clamp(0, capacity - 1)
+
+
+def gathered(tensor, starts, width: int):
+    """Some entries of each row. Args: tensor: [batch, capacity, ...]; starts, width: see places.
+
+    Returns: [batch, width, ...].
+    """
+    at = places(starts, width, tensor.shape[1])
+    return tensor.gather(1, at.view(*at.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:]))
 
 
 class NGramLane(Lane):
@@ -60,7 +67,43 @@ class NGramLane(Lane):
         return Draft(ngrams(s.tokens, s.lengths, gamma, d.min_ngram, d.max_ngram, d.trust))
 
 
-class ModelLane(Lane):
+class DrawingLane(Lane):
+    """A lane that draws one token after another."""
+
+    vocab_ids = None
+    most = 2**31
+
+    def draft(self, gamma, samplings, noise) -> Draft:
+        """Draw. Args: gamma, samplings, noise: see Drafter.draft."""
+        all_ids, all_logits, all_sums = [], [], []
+        for i in range(min(gamma, self.most)):
+            logits = self._logits(i, all_ids[-1] if i else None, gamma)
+            ids, sums = self._drawn(logits, samplings, noise, i)
+            all_ids.append(ids)
+            all_logits.append(logits)
+            all_sums.append(sums)
+        return drafted(samplings, all_ids, all_logits, all_sums, self.vocab_ids)
+
+    def _logits(self, i: int, ids, gamma: int):
+        """Of the i-th of gamma drafted tokens, contiguous; ids: [batch] the one before it, None at i = 0."""
+        raise NotImplementedError
+
+    def _drawn(self, logits, samplings, noise, i: int):
+        return draw_draft(logits, samplings, noise, i, self.workspaces)
+
+
+class HeadLane(DrawingLane):
+    """A lane with a head on the target's states."""
+
+    def __init__(self, drafter, station):
+        super().__init__(drafter, station)
+        self.head, self.vocab_ids, self.most = drafter.head, drafter.head.vocab_ids, drafter.most
+
+    def _drawn(self, logits, samplings, noise, i):
+        return drawn(self.head, logits, samplings, noise, i, self.station.target.vocab_size, self.workspaces)
+
+
+class ModelLane(DrawingLane):
     """A smaller model with a cache of its own; its first pass reads the last two ids."""
 
     def __init__(self, drafter, station):
@@ -80,21 +123,14 @@ class ModelLane(Lane):
         self._states(gathered(self.station.tokens, starts, stride), starts)
         self.read.copy_(torch.minimum(starts + stride, last))
 
-    def draft(self, gamma, samplings, noise) -> Draft:
-        """One pass a token. Args: gamma, samplings, noise: see Drafter.draft."""
-        s, all_ids, all_logits, all_sums = self.station, [], [], []
-        for i in range(gamma):
-            if i:
-                states = self._states(all_ids[-1][:, None], s.lengths - 1 + i)[:, 0]
-            else:  # the last two ids: the one before the last was drafted and not read, where all stood
-                starts = (s.lengths - 2).clamp_min(0)
-                states = gathered(self._states(gathered(s.tokens, starts, 2), starts), s.lengths - 1 - starts, 1)[:, 0]
-            logits = self.fused.logits(states)[:, : s.target.vocab_size].contiguous()
-            ids, sums = draw_draft(logits, samplings, noise, i, self.workspaces)
-            all_ids.append(ids)
-            all_logits.append(logits)
-            all_sums.append(sums)
-        return drafted(samplings, all_ids, all_logits, all_sums)
+    def _logits(self, i, ids, gamma):
+        s = self.station
+        if i:
+            states = self._states(ids[:, None], s.lengths - 1 + i)[:, 0]
+        else:  # the last two ids: the one before the last was drafted and not read, where all stood
+            starts = (s.lengths - 2).clamp_min(0)
+            states = gathered(self._states(gathered(s.tokens, starts, 2), starts), s.lengths - 1 - starts, 1)[:, 0]
+        return self.fused.logits(states)[:, : s.target.vocab_size].contiguous()
 
     def _states(self, ids, starts):
         return self.fused.states(torch.where(ids < self.known, ids, 0), starts, self.cache)[0]  # unknown: as id 0
@@ -104,27 +140,23 @@ class ModelLane(Lane):
         self.read.copy_(lengths - 2)
 
 
-class MedusaLane(Lane):
-    """Medusa's blocks on the last state that the target has put out."""
+class MedusaLane(HeadLane):
+    """Medusa's blocks on the last state that the target has put out, all depths at once."""
 
-    def draft(self, gamma, samplings, noise) -> Draft:
-        """All depths at once. Args: gamma, samplings, noise: see Drafter.draft."""
-        s, head = self.station, self.drafter.head
-        (layer,) = head.config.layers
-        every = head(gathered(s.states[layer], s.lengths - 2, 1)[:, 0], min(gamma, self.drafter.most))
-        all_logits = [every[:, i].contiguous() for i in range(every.shape[1])]
-        draws = [
-            drawn(head, x, samplings, noise, i, s.target.vocab_size, self.workspaces) for i, x in enumerate(all_logits)
-        ]
-        return drafted(samplings, [ids for ids, _ in draws], all_logits, [sums for _, sums in draws], head.vocab_ids)
+    def _logits(self, i, ids, gamma):
+        if not i:
+            (layer,) = self.head.config.layers
+            last = gathered(self.station.states[layer], self.station.lengths - 2, 1)[:, 0]
+            self._every = self.head(last, min(gamma, self.most))
+        return self._every[:, i].contiguous()
 
 
-class EagleLane(Lane):
+class EagleLane(HeadLane):
     """EAGLE's layer; its first pass reads the target's states of what the last step committed."""
 
     def __init__(self, drafter, station):
         super().__init__(drafter, station)
-        self.head, config = drafter.head, drafter.head.config
+        config = self.head.config
         self.places = Places(config.num_heads, config.num_kv_heads, self.head.head_dim)
         angles = torch.arange(station.capacity, device=station.lengths.device)[:, None] * self.head.frequencies
         self.places.set_angles(angles.cos().to(self.head.rows.dtype), angles.sin().to(self.head.rows.dtype))
@@ -141,20 +173,14 @@ class EagleLane(Lane):
         self._read(starts, stride)
         self.read.copy_(torch.minimum(starts + stride, self.station.lengths - 1))
 
-    def draft(self, gamma, samplings, noise) -> Draft:
-        """A pass a token. Args: gamma, samplings, noise: see Drafter.draft."""
-        s, head, all_ids, all_logits, all_sums = self.station, self.head, [], [], []
-        starts = (s.lengths - 2 - gamma).clamp_min(0)
-        own = gathered(self._read(starts, gamma + 1), s.lengths - 2 - starts, 1)  # an id alone has none: it guesses
-        for i in range(gamma):
-            if i:
-                own = self._pass(all_ids[-1][:, None], own, s.lengths - 2 + i)
-            logits = head.logits(norm(own[:, 0], None, head.last_norm.weight, head.config.eps)[1])
-            ids, sums = drawn(head, logits, samplings, noise, i, s.target.vocab_size, self.workspaces)
-            all_ids.append(ids)
-            all_logits.append(logits)
-            all_sums.append(sums)
-        return drafted(samplings, all_ids, all_logits, all_sums, head.vocab_ids)
+    def _logits(self, i, ids, gamma):
+        lengths = self.station.lengths
+        if i:
+            self._own = self._pass(ids[:, None], self._own, lengths - 2 + i)
+        else:
+            starts = (lengths - 2 - gamma).clamp_min(0)
+            self._own = gathered(self._read(starts, gamma + 1), lengths - 2 - starts, 1)  # an id alone: it guesses
+        return self.head.logits(norm(self._own[:, 0], None, self.head.last_norm.weight, self.head.config.eps)[1])
 
     def after(self, before, lengths):
         """Entries of own output are made anew. Args: before, lengths: [batch] committed ids."""
@@ -173,14 +199,6 @@ class EagleLane(Lane):
         attended = self.places.attend(head.qkv(normed), starts, self.keys, self.values, shape[1])
         x, normed = norm(x, head.out(attended), head.mlp_norm.weight, eps)
         return (x + head.down(gate(head.gate_up(normed)))).view(shape)
-
-
-def drafted(samplings, ids, logits, sums, vocab_ids=None) -> Draft:
-    """A Draft of what was drawn. Args: samplings: one a row; ids, logits, sums: one a token; vocab_ids: of heads."""
-    ids = torch.stack(ids, 1)
-    if all(s.greedy for s in samplings):
-        return Draft(ids)
-    return Draft(ids, torch.stack(logits, 1), torch.stack(sums, 1), vocab_ids)
 
 
 LANES = {

@@ -140,6 +140,15 @@ def row(benchmark: str, provider: str, metric: str, unit: str, values, **cells) 
     return {column: filled.get(column, "") for column in COLUMNS}
 
 
+def model_cells(target) -> dict[str, str]:
+    """What a row says of the model.
+
+    Args:
+        target: what `load_target` returns.
+    """
+    return {"model": target.name, "dtype": str(target.dtype).removeprefix("torch.")}
+
+
 def append_rows(rows, path) -> None:
     """Add rows to a CSV, whole or not at all.
 
@@ -251,8 +260,7 @@ def compare_decode(target, arms, prompts: dict, max_new_tokens: int = 48, repeat
         for name, times in seconds.items():
             out = outputs[domain][name]
             count = len(getattr(out, "token_ids", out))
-            cells = dict(mode="eager", model=target.name, batch=1, temperature=0, domain=domain)
-            cells |= dict(dtype=str(target.dtype).removeprefix("torch."))
+            cells = dict(mode="eager", batch=1, temperature=0, domain=domain, **model_cells(target))
             cells |= dict(method="token" if name == "flashspec_core" else "plain")
             rows.append(row("decode", name, "tokens_per_second", "1/s", [count / t for t in times], **cells))
     return rows, outputs
@@ -280,8 +288,8 @@ def panel_rows(target, drafters, repeat: int = 5) -> list[dict]:
             start = time.perf_counter()
             steps = panel.play().steps
             found.append(sum(len(step.token_ids) for step in steps) / (time.perf_counter() - start))
-    cells = dict(mode="eager", model=target.name, batch=1, gamma=4, temperature=0, method="token", domain="copy-edit")
-    cells |= dict(dtype=str(target.dtype).removeprefix("torch."))
+    cells = dict(mode="eager", batch=1, gamma=4, temperature=0, method="token", domain="copy-edit")
+    cells |= model_cells(target)
     unit = ("tokens_per_second", "1/s")
     return [row("panel", "flashspec_core", *unit, found[1:], note=note, **cells) for note, found in speeds.items()]
 

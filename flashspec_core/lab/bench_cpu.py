@@ -55,23 +55,76 @@ def own_ways(target, gammas=GAMMAS) -> list[Way]:
     ]
 
 
-def peers(target, plain) -> list[Way]:
-    """transformers' own ways on an untouched model, and flashspec 0.3.1 where it is installed.
+def transformers_answer(model):
+    """transformers' own generate as a way answers. Args: model: of transformers.
 
-    Args: target: what `load_target` returns; plain: a transformers model of the same weights.
+    Returns: f(ids [1, length], num_tokens, temperature, **options) -> new ids.
     """
 
     def answer(ids, num_tokens, temperature, **options):
         law = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
         law |= dict(attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens)
-        return plain.generate(input_ids=ids, **law, **options)[0, ids.shape[1] :].tolist()
+        return model.generate(input_ids=ids, **law, **options)[0, ids.shape[1] :].tolist()
 
-    quarter = max(1, plain.config.num_hidden_layers // 4)
-    assistant = EarlyExitDrafter(plain, quarter).cached.model
+    return answer
+
+
+def assistant_of(plain, num_layers: int):
+    """A model's first layers as transformers' assistant, asked for four tokens at a time.
+
+    Args: plain: of transformers; num_layers: from the first.
+    """
+    assistant = EarlyExitDrafter(plain, num_layers).cached.model
     own = copy.deepcopy(plain.generation_config)  # read there, and nowhere else
     own.num_assistant_tokens, own.num_assistant_tokens_schedule, own.assistant_confidence_threshold = 4, "constant", 0.0
     assistant.generation_config = own
-    ways = [
+    return assistant
+
+
+def older_ways(target, model, make_drafter, note: str, **settings) -> list[Way]:
+    """flashspec 0.3.1 with one drafter, where it is installed.
+
+    Args:
+        target: what `load_target` returns.
+        model: of transformers, with its weights.
+        make_drafter: f(flashspec.engine) -> one of its drafters.
+        note: of its rows.
+        settings: of its FlashSpecConfig.
+    """
+    try:
+        import flashspec
+        from flashspec import engine
+    except ImportError:
+        return []
+    wrapped = engine.TargetModel(str(target.path or target.name), target.device, target.dtype, model=model)
+    drafter, engines = make_drafter(engine), {}
+
+    def answer(ids, num_tokens, temperature):
+        if hasattr(drafter, "set_temperature"):
+            drafter.set_temperature(temperature)
+        if temperature not in engines:
+            config = flashspec.FlashSpecConfig(
+                device=str(target.device),
+                drafter_strategy="bandit",
+                bandit=flashspec.BanditConfig(n_arms=1),
+                sampling=flashspec.SamplingConfig(temperature=temperature, gamma=4, seed=0),
+                **settings,
+            )
+            engines[temperature] = flashspec.SpeculativeEngine(config, [drafter], wrapped)
+        out = engines[temperature].generate(ids, max_new_tokens=num_tokens)
+        return out.output_ids[0, : out.n_tokens_generated].tolist()
+
+    return [Way("flashspec-0.3.1", answer, 4, note)]
+
+
+def peers(target, plain) -> list[Way]:
+    """transformers' own ways on an untouched model, and flashspec 0.3.1 where it is installed.
+
+    Args: target: what `load_target` returns; plain: a transformers model of the same weights.
+    """
+    answer, quarter = transformers_answer(plain), max(1, plain.config.num_hidden_layers // 4)
+    assistant = assistant_of(plain, quarter)
+    return [
         Way("transformers", answer),
         Way("transformers-prompt-lookup", lambda *a: answer(*a, prompt_lookup_num_tokens=10), 10),
         Way(
@@ -80,25 +133,8 @@ def peers(target, plain) -> list[Way]:
             4,
             f"assistant: the first {quarter} layers",
         ),
+        *older_ways(target, plain, lambda engine: engine.NgramDrafter(), "its n-gram drafter"),
     ]
-    try:
-        import flashspec
-        from flashspec.engine import NgramDrafter, TargetModel
-    except ImportError:
-        return ways
-    wrapped = TargetModel(str(target.path), target.device, target.dtype, model=plain)
-
-    def older(ids, num_tokens, temperature):
-        config = flashspec.FlashSpecConfig(
-            device=str(target.device),
-            drafter_strategy="bandit",
-            bandit=flashspec.BanditConfig(n_arms=1),
-            sampling=flashspec.SamplingConfig(temperature=temperature, gamma=4, seed=0),
-        )
-        out = flashspec.SpeculativeEngine(config, [NgramDrafter()], wrapped).generate(ids, max_new_tokens=num_tokens)
-        return out.output_ids[0, : out.n_tokens_generated].tolist()
-
-    return [*ways, Way("flashspec-0.3.1", older, 4, "its n-gram drafter")]
 
 
 def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.MEASURED, report=print) -> list[dict]:
@@ -125,8 +161,8 @@ def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.MEASURED, 
                     (seconds,) = bench.measure(call, warmup=0, repeat=1)
                     speeds[i].append(len(getattr(outs[i][-1], "token_ids", outs[i][-1])) / seconds)
             for i, way in enumerate(ways):
-                cells = dict(mode="eager", model=target.name, batch=1, gamma=way.gamma, temperature=temperature)
-                cells |= dict(dtype=str(target.dtype).removeprefix("torch."), domain=domain, note=way.note)
+                cells = dict(mode="eager", batch=1, gamma=way.gamma, temperature=temperature, domain=domain)
+                cells |= dict(note=way.note, **bench.model_cells(target))
                 cells |= dict(method="token" if way.gamma else "plain", device=bench.cpu_name())
                 values = {("tokens_per_second", "1/s"): speeds[i]}
                 if isinstance(outs[i][0], Generation) and way.gamma:

@@ -17,7 +17,7 @@ from flashspec_core.engine.decode import generate
 from flashspec_core.engine.drafters import EarlyExitDrafter
 from flashspec_core.engine.models import Target, default_dtype
 from flashspec_core.lab import bench
-from flashspec_core.lab.bench_cpu import Way
+from flashspec_core.lab.bench_cpu import Way, assistant_of, older_ways, transformers_answer
 from flashspec_core.records import Arm, Generation, Sampling
 
 NOTE = "synthetic acceptance, real timing"
@@ -48,12 +48,12 @@ SHAPES = {
 }
 
 
-def synthetic_target(shape: Shape, device, dtype=None, seed: int = 0) -> Target:
+def synthetic_target(shape: Shape, device, dtype=None, seed: int = 0, name: str = "synthetic") -> Target:
     """A Llama of random weights in which the first layers and all of them mostly agree.
 
     Rule: weights N(0, .02), output rows three times that; behind layer 4 what a layer adds is multiplied by `later`.
 
-    Args: shape: its sizes; device; dtype: None: the device's fast one; seed: of the weights.
+    Args: shape: its sizes; device; dtype: None: the device's fast one; seed: of the weights; name.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -93,7 +93,7 @@ def synthetic_target(shape: Shape, device, dtype=None, seed: int = 0) -> Target:
                     linear.weight = random(linear.weight, shape.later if late else 1.0)
                     if shape.nf4:
                         setattr(part, name, _packed(linear, dtype, device))
-    return Target(model.eval(), None, "synthetic")
+    return Target(model.eval(), None, name)
 
 
 def _packed(linear, dtype, device):
@@ -115,50 +115,27 @@ def own_way(target, arm: Arm, batch: int = 1, capture: bool | None = None, note:
     return Way("flashspec_core", answer, arm.gamma if arm.drafter is not None else "", note)
 
 
-def peer_ways(target, draft, compiled: bool = True) -> list[Way]:
+def peer_ways(target, compiled: bool = True) -> list[Way]:
     """transformers eager, compiled and assisted, and flashspec 0.3.1 where it is installed; batch 1.
 
-    Args: target, draft: Targets; draft: of the drafter's layers; compiled: the compiled ones too.
+    Args: target: a Target, whose first layers draft; compiled: the compiled ones too.
     """
-    model = target.model
 
     def answer(ids, num_tokens, temperature, **options):
-        law = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
-        law |= dict(attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens)
-        return model.generate(input_ids=ids, **law, **options)[0, ids.shape[1] :].tolist()
+        return plain(ids, num_tokens, temperature, min_new_tokens=num_tokens, **options)
 
-    own = draft.generation_config
-    own.num_assistant_tokens, own.num_assistant_tokens_schedule, own.assistant_confidence_threshold = 4, "constant", 0.0
+    plain, assistant = transformers_answer(target.model), assistant_of(target.model, NUM_DRAFT_LAYERS)
     ways = [
         Way("transformers", answer, note=NOTE),
-        Way("transformers-assisted", lambda *a: answer(*a, assistant_model=draft), 4, NOTE),
+        Way("transformers-assisted", lambda *a: answer(*a, assistant_model=assistant), 4, NOTE),
     ]
     if compiled:
         ways.append(Way("transformers-compiled", lambda *a: answer(*a, cache_implementation="static"), note=NOTE))
-    try:
-        import flashspec
-        from flashspec.engine import HuggingFaceDrafter, TargetModel
-    except ImportError:
-        return ways
-    wrapped = TargetModel("target", target.device, target.dtype, model=model)
-    drafter = HuggingFaceDrafter("draft", target.device, target.dtype, 1.0, model=draft)
-    engines = {}
 
-    def older(ids, num_tokens, temperature):
-        if temperature not in engines:
-            config = flashspec.FlashSpecConfig(
-                device=str(target.device),
-                drafter_strategy="bandit",
-                compile=compiled,
-                bandit=flashspec.BanditConfig(n_arms=1),
-                sampling=flashspec.SamplingConfig(temperature=temperature, gamma=4, seed=0),
-            )
-            drafter.set_temperature(temperature)
-            engines[temperature] = flashspec.SpeculativeEngine(config, [drafter], wrapped)
-        out = engines[temperature].generate(ids, max_new_tokens=num_tokens)
-        return out.output_ids[0, : out.n_tokens_generated].tolist()
+    def drafter(engine):
+        return engine.HuggingFaceDrafter("draft", target.device, target.dtype, 1.0, model=assistant)
 
-    return [*ways, Way("flashspec-0.3.1", older, 4, NOTE)]
+    return ways + older_ways(target, target.model, drafter, NOTE, compile=compiled)
 
 
 def way_rows(way: Way, ids, num_tokens: int, temperature: float, repeat: int, weight_bytes: int, **cells) -> list[dict]:
@@ -216,16 +193,16 @@ def shape_rows(name, shape, device, report=print, *, num_tokens=128, repeat=3, b
 
     Returns: Rows.
     """
-    target = synthetic_target(shape, device)
+    target = synthetic_target(shape, device, name=name)
     drafter, rows, size = EarlyExitDrafter(target, NUM_DRAFT_LAYERS), [], weight_bytes(target)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(shape.vocab, (max(batches), 64), generator=generator).to(device)
-    cells = dict(model=name, vocab=shape.vocab, dtype=str(target.dtype).removeprefix("torch."))
+    cells = bench.model_cells(target) | dict(vocab=shape.vocab)
     for temperature in (0.0, 0.7):
         ways = [(own_way(target, Arm(None), b), b) for b in batches]
         ways += [(own_way(target, Arm(drafter, gamma), b), b) for gamma in (2, 4, 6) for b in batches]
         if peers:
-            ways += [(way, 1) for way in peer_ways(target, drafter.cached.model, not shape.nf4)]
+            ways += [(way, 1) for way in peer_ways(target, not shape.nf4)]
         for way, batch in ways:
             new = way_rows(way, ids[:batch], num_tokens, temperature, repeat, size, **cells)
             speed = bench.median(new, metric="tokens_per_second")

@@ -19,6 +19,7 @@ from flashspec_core.lab.bench import pick  # noqa: E402
 
 QUANTILES = ("p20", "p50", "p80")
 PALETTE = sns.color_palette("colorblind").as_hex()
+MARKERS = "os^Dv<>p"  # beside the colours, one each
 
 
 def style():

@@ -6,7 +6,7 @@ They take style and canvas from plots.py. It measures nothing.
 from __future__ import annotations
 
 from flashspec_core.lab.bench import pick
-from flashspec_core.lab.plots import PALETTE, Figure, style
+from flashspec_core.lab.plots import MARKERS, PALETTE, Figure, style
 
 
 def wiring_figure(config, draft_vocab: int) -> Figure:
@@ -55,7 +55,7 @@ def learning_figure(curves: dict) -> Figure:
             for depth in range(len(curve[0]["acceptance_rate"])):
                 xs = [point["tokens"] for point in curve]
                 ys = [point["acceptance_rate"][depth] for point in curve]
-                axes.plot(xs, ys, "os^Dv<>p"[depth % 8] + "-", ms=3.5, color=PALETTE[depth], label=f"depth {depth + 1}")
+                axes.plot(xs, ys, MARKERS[depth % 8] + "-", ms=3.5, color=PALETTE[depth], label=f"depth {depth + 1}")
             axes.set(title=name, xlabel="ids learnt from", ylim=(0, 1))
             axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 4))
         every[0].set_ylabel("acceptance rate, held out")

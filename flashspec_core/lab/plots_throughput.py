@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashspec_core.lab.plots import PALETTE, Figure, style
+from flashspec_core.lab.plots import MARKERS, PALETTE, Figure, style
 from flashspec_core.lab.throughput import break_even
 
 
@@ -55,7 +55,7 @@ def break_even_figure(costs: dict, found) -> Figure:
             spent = sum(step.draft_seconds or 0.0 for one in own for step in one.steps)
             price = spent / max(1, sum(step.num_draft_tokens for one in own for step in one.steps))
             right.plot(gammas, [break_even(costs, price, g) for g in gammas], "-", color=PALETTE[i], lw=1.3)
-            look = dict(marker="os^Dv<>p"[i % 8], color=PALETTE[i], ms=6, linestyle="", markeredgecolor="white")
+            look = dict(marker=MARKERS[i % 8], color=PALETTE[i], ms=6, linestyle="", markeredgecolor="white")
             places: dict = {}  # domains whose points lie on one another share a label
             for one in own:
                 places.setdefault((one.gamma, round(one.acceptance_rate, 2)), []).append(one.domain)

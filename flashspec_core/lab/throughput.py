@@ -1,6 +1,6 @@
 """How fast whole answers are here, what a wider pass costs here, and from which acceptance rate on drafting pays.
 
-The settings of notebook 06 stand here too. It leaves out the peers on other machines (bench_engine.py, bench_cpu.py).
+Settings of a small, a T4 and a full run stand here too. It leaves out the peers (bench_engine.py, bench_cpu.py).
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ from flashspec_core.engine.text import encode_prompts
 from flashspec_core.lab import bench, workloads
 from flashspec_core.records import Arm, Sampling
 
+_SMOKE = dict(
+    target="smollm2-135m", drafters=("n-gram", "early exit"), quantization="", max_new_tokens=32, prompts=1, repeat=1
+)
 PROFILES = {
-    "smoke": dict(
-        target="smollm2-135m",
-        drafters=("n-gram", "early exit"),
-        quantization="",
-        max_new_tokens=32,
-        prompts=1,
-        repeat=1,
-    ),
+    "smoke": _SMOKE,
     "t4": dict(
         target="TinyLlama/TinyLlama-1.1B-Chat-v1.0",
         drafters=("n-gram", "vllm-project/llama-160m"),
@@ -35,14 +31,7 @@ PROFILES = {
         prompts=3,
         repeat=3,
     ),
-    "full": dict(
-        target="smollm2-135m",
-        drafters=("n-gram", "early exit"),
-        quantization="",
-        max_new_tokens=128,
-        prompts=5,
-        repeat=3,
-    ),
+    "full": _SMOKE | dict(max_new_tokens=128, prompts=5, repeat=3),
 }
 REPORTED = {"tokens_per_second": 44.2, "acceptance_rate": 0.75, "step_p50": 22.1}  # the seed's, on a T4
 
@@ -138,8 +127,8 @@ class Measured:
     def rows(self, target, temperature: float, batch: int) -> list[dict]:
         """As tidy rows. Args: target, temperature, batch: what was measured."""
         mode = "graph" if self.outs[0].mode == "captured" else "eager"
-        cells = dict(mode=mode, model=target.name, batch=batch, gamma=self.gamma or "", temperature=temperature)
-        cells |= dict(dtype=str(target.dtype).removeprefix("torch."), domain=self.domain, note=self.drafter)
+        cells = dict(mode=mode, batch=batch, gamma=self.gamma or "", temperature=temperature, domain=self.domain)
+        cells |= dict(note=self.drafter, **bench.model_cells(target))
         cells["method"] = "token" if self.gamma else "plain"
         values = {
             ("tokens_per_second", "1/s"): self.tokens_per_second,

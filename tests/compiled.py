@@ -1,0 +1,42 @@
+"""Kernels compiled for a GPU that is not there, in a process of its own: this one may interpret them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+
+def build(fn, constants: dict, types: dict, capability: int, num_warps: int, dtype: str = "bf16") -> dict:
+    """Compile one kernel, and read what it takes: shared bytes, local bytes, registers, bfloat16 instructions.
+
+    Args: fn: a Triton kernel; constants; types: of arguments, names without _ptr (else: pointers to dtype, i32).
+    """
+    import triton
+    import triton.backends.nvidia as nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    of = lambda name: types.get(name.removesuffix("_ptr"), "*" + dtype if name.endswith("_ptr") else "i32")  # noqa: E731
+    signature = {name: of(name) for name in fn.arg_names} | dict.fromkeys(constants, "constexpr")
+    source, target = ASTSource(fn, signature, constexprs=constants), GPUTarget("cuda", capability, 32)
+    built = triton.compile(source, target=target, options={"num_warps": num_warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        tool = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    local, registers = int(re.search(r"LOCAL:(\d+)", usage)[1]), int(re.search(r"REG:(\d+)", usage)[1])
+    bf16 = len(re.findall(r"^\s*[a-z.]+\.bf16", built.asm["ptx"], re.M))
+    return dict(capability=capability, shared=built.metadata.shared, local=local, registers=registers, bf16=bf16)
+
+
+def in_a_child(code: str, cache) -> list[dict]:
+    """What a script's variable `out` holds. Args: code: it may import `build` from here; cache: a folder of its own."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), environment.get("PYTHONPATH", "")])
+    code += "\nimport json\nprint(json.dumps(out))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
