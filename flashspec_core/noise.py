@@ -9,7 +9,7 @@ Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; const
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -124,10 +124,13 @@ class DraftNoise:
     Args:
         seeds: [batch] int64: the step's seeds, or the row seeds under "coupled".
         positions: None, or [batch] int64 under "coupled": where in the sequence the first drafted token will stand.
+        gamma: positions whose noise a CPU makes at once, when the first is asked for; most of a call is the calling.
     """
 
     seeds: torch.Tensor
     positions: torch.Tensor | None = None
+    gamma: int = 1
+    made: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def gumbels(self, index: int, vocab_size: int):
         """Noise of the index-th drafted token of the block.
@@ -137,10 +140,16 @@ class DraftNoise:
             vocab_size: of the target ids that may be drawn.
         Returns: [batch, vocab_size] float32.
         """
-        if self.positions is None:
-            return gumbels(self.seeds, vocab_size, DRAFT, index)
-        return gumbels(self.seeds, vocab_size, COUPLED, self.positions + index)
+        first = index // self.gamma * self.gamma
+        if (first, vocab_size) not in self.made:
+            at = torch.arange(first, first + self.gamma, device=self.seeds.device)[:, None]
+            purpose, positions = (DRAFT, 0) if self.positions is None else (COUPLED, self.positions)
+            seeds, positions = torch.broadcast_tensors(self.seeds, positions + at)
+            block = gumbels(seeds.flatten(), vocab_size, purpose, positions.flatten())
+            self.made[first, vocab_size] = block.view(self.gamma, -1, vocab_size)
+        return self.made[first, vocab_size][index - first]
 
     def on(self, device) -> DraftNoise:
         """The same noise for a drafter on another device."""
-        return DraftNoise(self.seeds.to(device), None if self.positions is None else self.positions.to(device))
+        positions = None if self.positions is None else self.positions.to(device)
+        return DraftNoise(self.seeds.to(device), positions, self.gamma)

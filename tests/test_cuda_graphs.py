@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import flashspec_core as fs
 from flashspec_core.engine import cuda_graphs, fused, lanes, layer_kernels
+from flashspec_core.lab import bench, workloads
 
 SAMPLED = [fs.Sampling(0.8), fs.Sampling(), fs.Sampling(1.1, top_k=20, top_p=0.9)]
 TEXTS = [random_ids(9, seed=1), random_ids(20, seed=2) * 2, random_ids(3, seed=3)]
@@ -225,8 +226,8 @@ def test_what_cannot_be_captured_says_why(by_rule, smollm2):
     ):
         with pytest.raises(ValueError, match=why):
             fs.generate(target, arms, [1, 2], capture=True, **options)
-    assert fs.generate(target, fs.Arm(None), [1, 2], max_new_tokens=2, capture=None).mode == "eager: no CUDA device"
-    assert fs.generate(target, fs.Arm(None), [1, 2], max_new_tokens=2).mode == "eager: capture=False"
+    assert fs.generate(target, fs.Arm(None), [1, 2], max_new_tokens=2).mode == "eager: no CUDA device"
+    assert fs.generate(target, fs.Arm(None), [1, 2], max_new_tokens=2, capture=False).mode == "eager: capture=False"
     chat = fs.Chat(smollm2, fs.Arm(None), capture=True)
     with pytest.raises(ValueError, match="a chat keeps its cache"):
         chat.say("Hello")
@@ -271,6 +272,27 @@ def test_the_host_waits_for_nothing_in_a_steady_step():
     assert called["cudaGraphLaunch"] >= 15
     waits = {name: n for name, n in called.items() if "Synchronize" in name or name in ("cudaMemcpy", "cudaMalloc")}
     assert set(waits) <= {"cudaDeviceSynchronize"} and sum(waits.values()) <= 1, waits  # one is the profiler's own
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, margin", [("float32", 0.0), ("bfloat16", 0.25)])
+def test_smollm2_answers_as_without_drafts(dtype, margin):
+    target = fs.load_target(dtype=dtype, device="cuda", progress=False)
+    arms = [
+        fs.Arm(fs.NGramDrafter(), 7),
+        *(fs.Arm(fs.load_drafter(n, target), 3) for n in ("eagle-mixed", "medusa-mixed")),
+    ]
+    texts = [text for domain in workloads.MEASURED.values() for text in domain[:7]][:20]
+    prompts, parted = [workloads.chat_messages(text) for text in texts], []
+    for prompt in prompts:
+        plain = fs.generate(target, fs.Arm(None), prompt, max_new_tokens=64, capture=False)
+        for arm in arms:
+            fast = fs.generate(target, arm, prompt, max_new_tokens=64, capture=True)
+            parts = bench.first_divergence(target, plain.prompt_token_ids, plain.token_ids, fast.token_ids)
+            parted += [(arm.name, parts["margin"])] if parts else []
+    print(f"{dtype}: {len(parted)} of {len(prompts) * len(arms)} answers part, at margins {parted}")
+    assert all(at < margin for _, at in parted)
 
 
 @INTERPRETER

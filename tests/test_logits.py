@@ -193,6 +193,9 @@ def test_residual_equals_the_formula():
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     over = (p - q).clamp_min(0)
     torch.testing.assert_close(residual_logprobs(p.log(), q.log()).exp(), over / over.sum(-1, keepdim=True))
+    ids = torch.tensor([0, 3, 7])  # of a trimmed vocabulary: q is 0 elsewhere
+    q = torch.zeros_like(q).index_copy(-1, ids, q[:, ids] / q[:, ids].sum(-1, keepdim=True)).log()
+    torch.testing.assert_close(residual_logprobs(p.log(), q, ids), residual_logprobs(p.log(), q))
 
 
 def test_a_draw_has_the_law():

@@ -42,7 +42,7 @@ def generate(
     logits_processor=None,
     logprobs: bool = False,
     trace: bool = False,
-    capture: bool | None = False,
+    capture: bool | None = None,
     context=None,
 ):
     """Continue a prompt speculatively: the text has the target's own law, whatever drafts.
@@ -226,7 +226,7 @@ class Run:
             positions = torch.tensor([len(row.ids) for row in rows], device=device)
         elif not greedy:
             seeds = step_seeds(seeds, self.num_steps)
-        draft = self._draft(arm, context, samplings, DraftNoise(seeds, positions), rows)
+        draft = self._draft(arm, context, samplings, DraftNoise(seeds, positions, max(1, arm.gamma)), rows)
         drafted = time.perf_counter()
 
         shown = draft.token_ids.tolist()

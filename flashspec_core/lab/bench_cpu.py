@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from flashspec_core.engine.decode import generate
-from flashspec_core.engine.drafters import EarlyExitDrafter, NGramDrafter
+from flashspec_core.engine.drafters import CascadeDrafter, EarlyExitDrafter, NGramDrafter
 from flashspec_core.engine.head_drafters import load_drafter
 from flashspec_core.engine.models import load_target
 from flashspec_core.engine.text import encode_prompts
 from flashspec_core.lab import bench, workloads
 from flashspec_core.records import Arm, Generation, Sampling
 
-GAMMAS = {"medusa-mixed": 3, "eagle-chat": 4, "eagle-code": 4, "eagle-mixed": 4}
+GAMMAS = {"medusa-mixed": 2, "eagle-chat": 3, "eagle-code": 6, "eagle-mixed": 4}
 TEMPERATURES = (0.0, 0.7)
 
 
@@ -39,12 +39,14 @@ class Way:
 
 
 def own_ways(target, gammas=GAMMAS) -> list[Way]:
-    """Plain decoding, n-grams and each head, as rows of this package.
+    """Plain decoding, n-grams, each head, and n-grams with the last head behind them, as rows of this package.
 
     Args: target: what `load_target` returns; gammas: {name of a head: drafted tokens}.
     """
     arms = {"off": Arm(None), "n-gram": Arm(NGramDrafter(), 8)}
     arms |= {name: Arm(load_drafter(name, target), gamma) for name, gamma in gammas.items()}
+    both = CascadeDrafter(arms["n-gram"], list(arms.values())[-1])
+    arms[both.name] = Arm(both, 8)
 
     def answer(ids, num_tokens, temperature, arm):
         return generate(target, arm, ids[0].tolist(), max_new_tokens=num_tokens, sampling=Sampling(temperature))
@@ -161,13 +163,16 @@ def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.MEASURED, 
                     (seconds,) = bench.measure(call, warmup=0, repeat=1)
                     speeds[i].append(len(getattr(outs[i][-1], "token_ids", outs[i][-1])) / seconds)
             for i, way in enumerate(ways):
-                cells = dict(mode="eager", batch=1, gamma=way.gamma, temperature=temperature, domain=domain)
-                cells |= dict(note=way.note, **bench.model_cells(target))
-                cells |= dict(method="token" if way.gamma else "plain", device=bench.cpu_name())
+                out = outs[i][0]
+                graph = isinstance(out, Generation) and out.mode == "captured"
+                cells = dict(mode="graph" if graph else "eager", batch=1, gamma=way.gamma, temperature=temperature)
+                cells |= dict(domain=domain, method="token" if way.gamma else "plain", note=way.note)
+                cells |= bench.model_cells(target)
+                cells |= {"device": bench.cpu_name()} if target.device.type == "cpu" else {}
                 values = {("tokens_per_second", "1/s"): speeds[i]}
-                if isinstance(outs[i][0], Generation) and way.gamma:
-                    values["tokens_per_step", "1"] = [out.tokens_per_step for out in outs[i]]
-                    rates = [out.acceptance_rate for out in outs[i]]
+                if isinstance(out, Generation) and way.gamma:
+                    values["tokens_per_step", "1"] = [o.tokens_per_step for o in outs[i]]
+                    rates = [o.acceptance_rate for o in outs[i]]
                     values["acceptance_rate", "1"] = [rate for rate in rates if rate == rate]  # NaN: none was tested
                 new = [bench.row("decode", way.provider, *what, each, **cells) for what, each in values.items() if each]
                 report(f"{domain}, {temperature}: {way.provider} {way.note} {new[0]['p50']:.1f} tokens/s")
@@ -183,10 +188,12 @@ def main(arguments=None) -> None:
     parser.add_argument("file", help="the CSV that rows are added to")
     parser.add_argument("--dtype", help="default: the CPU's fast one")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--domains", nargs="+", default=list(workloads.MEASURED), choices=list(workloads.MEASURED))
     o = parser.parse_args(arguments)
     target = load_target(dtype=o.dtype, device="cpu")
     plain = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype).eval()
-    bench.append_rows(answer_rows(target, own_ways(target) + peers(target, plain), o.tokens), o.file)
+    ways, prompts = own_ways(target) + peers(target, plain), {d: workloads.MEASURED[d] for d in o.domains}
+    bench.append_rows(answer_rows(target, ways, o.tokens, prompts), o.file)
 
 
 if __name__ == "__main__":

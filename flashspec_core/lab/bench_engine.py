@@ -7,6 +7,7 @@ It leaves out the kernels (bench_kernels.py) and CPUs (bench_cpu.py).
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import time
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ import torch
 
 from flashspec_core.engine.decode import generate
 from flashspec_core.engine.drafters import EarlyExitDrafter
-from flashspec_core.engine.models import Target, default_dtype
-from flashspec_core.lab import bench
+from flashspec_core.engine.models import Target, default_dtype, load_target
+from flashspec_core.lab import bench, bench_cpu, workloads
 from flashspec_core.lab.bench_cpu import Way, assistant_of, older_ways, transformers_answer
 from flashspec_core.records import Arm, Generation, Sampling
 
 NOTE = "synthetic acceptance, real timing"
 NUM_DRAFT_LAYERS = 4
+REAL = "smollm2-135m"
 
 
 @dataclass(frozen=True)
@@ -211,18 +213,33 @@ def shape_rows(name, shape, device, report=print, *, num_tokens=128, repeat=3, b
     return rows
 
 
+def real_rows(device, report=print, *, num_tokens=128, num_prompts=4) -> list[dict]:
+    """Every way of bench_cpu.py, draft heads among them, on SmolLM2's own weights.
+
+    Args: device; report: called with a line a way; num_tokens: of an answer; num_prompts: a domain.
+    """
+    from transformers import AutoModelForCausalLM
+
+    target = load_target(REAL, device=device)
+    plain = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype).eval().to(target.device)
+    prompts = {domain: texts[:num_prompts] for domain, texts in workloads.MEASURED.items()}
+    ways = bench_cpu.own_ways(target) + bench_cpu.peers(target, plain)
+    return bench_cpu.answer_rows(target, ways, num_tokens, prompts, report)
+
+
 def main(arguments=None) -> None:
     """python -m flashspec_core.lab.bench_engine FILE. Args: arguments: a list, or None: the command's."""
     parser = argparse.ArgumentParser(
         prog="python -m flashspec_core.lab.bench_engine", description=__doc__.splitlines()[0]
     )
     parser.add_argument("file", help="the CSV that rows are added to, shape by shape")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=[REAL, *SHAPES], choices=[REAL, *SHAPES])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=128)
     o = parser.parse_args(arguments)
     for name in o.shapes:
-        bench.append_rows(shape_rows(name, SHAPES[name], o.device, num_tokens=o.tokens), o.file)
+        make = functools.partial(shape_rows, name, SHAPES[name]) if name in SHAPES else real_rows
+        bench.append_rows(make(o.device, num_tokens=o.tokens), o.file)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -71,7 +71,8 @@ def verify_token(target_logits, draft, samplings, log_uniforms, seeds) -> Verify
     """
     p, q, p_drafted, q_drafted = laws(target_logits, draft, samplings)
     num_accepted = _prefix(_stands(log_uniforms, token_chances(p_drafted, q_drafted), draft.token_ids))
-    law = next_law(p, q, num_accepted, _num_drafted(draft), torch.zeros_like(p[:, 0, 0]))
+    log_weight = torch.zeros_like(p[:, 0, 0])
+    law = next_law(p, q, num_accepted, _num_drafted(draft), log_weight, draft.vocab_ids)
     return _drawn(target_logits, draft, num_accepted, law, seeds, p, p_drafted, q_drafted)
 
 
@@ -91,7 +92,8 @@ def verify_block(target_logits, draft, samplings, log_uniforms, seeds) -> Verify
     stands = _stands(log_uniforms, log_chances, draft.token_ids)
     order = torch.arange(1, stands.shape[1] + 1, device=stands.device)
     num_accepted = torch.cat([stands.new_zeros(len(stands), 1), stands * order], dim=1).amax(1)
-    law = next_law(p, q, num_accepted, _num_drafted(draft), log_weights.gather(1, num_accepted[:, None])[:, 0])
+    log_weight = log_weights.gather(1, num_accepted[:, None])[:, 0]
+    law = next_law(p, q, num_accepted, _num_drafted(draft), log_weight, draft.vocab_ids)
     return _drawn(target_logits, draft, num_accepted, law, seeds, p, p_drafted, q_drafted)
 
 
@@ -162,18 +164,19 @@ def block_chances(p, q, p_drafted, q_drafted, num_drafted):
     return torch.where(at == num_drafted[:, None], log_w[:, 1:], log_h), log_w
 
 
-def next_law(p, q, num_accepted, num_drafted, log_weight):
+def next_law(p, q, num_accepted, num_drafted, log_weight, vocab_ids=None):
     """The law of the token behind the accepted ones: the residual where one fell, else the target's own.
 
     Args:
         p, q: as `laws` returns them.
         num_accepted, num_drafted: [batch] int64.
         log_weight: [batch], log w_n of "block", 0 under "token".
+        vocab_ids: of a trimmed draft, or None.
     Returns: [batch, vocab] natural logs.
     """
     law = p[torch.arange(len(p), device=p.device), num_accepted]
     fell = (num_accepted < num_drafted).nonzero()[:, 0]
-    law[fell] = residual_logprobs(law[fell] + log_weight[fell, None], q[fell, num_accepted[fell]])
+    law[fell] = residual_logprobs(law[fell] + log_weight[fell, None], q[fell, num_accepted[fell]], vocab_ids)
     return law
 
 
