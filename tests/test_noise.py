@@ -173,9 +173,9 @@ def test_draft_noise_is_keyed_by_block_or_by_sequence():
     # a position that is drafted again sees the same noise only under "coupled"
     later = DraftNoise(seeds, positions=torch.tensor([41, 51]))
     assert torch.equal(later.gumbels(1, 5), coupled.gumbels(2, 5))
-    for noise in (DraftNoise(seeds), coupled):  # made for some positions at once it is the same
-        wide = dataclasses.replace(noise, gamma=3)
-        assert all(torch.equal(wide.gumbels(i, 7), noise.gumbels(i, 7)) for i in (4, 0, 1, 2, 5))
+    for base in (DraftNoise(seeds), coupled):  # made for some positions at once it is the same
+        wide = dataclasses.replace(base, gamma=3)
+        assert all(torch.equal(wide.gumbels(i, 7), base.gumbels(i, 7)) for i in (4, 0, 1, 2, 5))
         assert wide.on("cpu").gamma == 3
     moved = coupled.on("cpu")
     assert torch.equal(moved.gumbels(0, 5), coupled.gumbels(0, 5)) and DraftNoise(seeds).on("cpu").positions is None
