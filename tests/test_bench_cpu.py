@@ -51,6 +51,12 @@ def test_the_assistant_is_asked_for_four_tokens_at_a_time(ways, monkeypatch):
     assert max(asked) == 4 == way.gamma
 
 
+def test_the_assistant_says_how_many_layers_it_has(target):
+    assistant = bench_cpu.assistant_of(target.model, 2)  # older transformers make its cache by that
+    assert assistant.config.num_hidden_layers == len(assistant.model.layers) == 2
+    assert target.model.config.num_hidden_layers == 4
+
+
 def test_every_way_has_its_rows(target, ways):
     lines = []
     rows = bench_cpu.answer_rows(target, ways, 4, {"chat": ["Hello there.", "And again."]}, report=lines.append)

@@ -214,8 +214,8 @@ class EarlyExitDrafter(ModelDrafter):
         short.model = copy.copy(model.model)
         short.model._modules = dict(model.model._modules)
         short.model.layers = layers[:num_layers]
-        short.model.config = copy.copy(model.config)
-        short.model.config.num_hidden_layers = num_layers
+        short.config = short.model.config = copy.copy(model.config)
+        short.config.num_hidden_layers = num_layers
         super().__init__(short, getattr(target, "tokenizer", None), f"early-exit:{num_layers}")
 
 
