@@ -22,6 +22,11 @@ ANSWERS = {
     "04-a": (1.207, "1.2070", 0.6, "wide"),
     "04-b": ("UCB1", " ucb1", "Thompson", 1),
     "04-c": ("asymptotic", "Asymptotic ", "violated", 2),
+    "05-a": (2.05, 2.0543, 2.67, "2.05 times"),
+    "05-b": ("nothing", "Nothing ", "that id", 0),
+    "05-c": ("law that it was drawn from", "Law that it was drawn from", "greedy", 3),
+    "06-a": (138, 138.1, 44.2, "138 tokens"),
+    "06-b": (0.38, 0.3799, 0.25, [0.38]),
 }
 
 

@@ -96,6 +96,31 @@ EXERCISES = {
         "Does the theorem speak of a finite run, or of the limit of many rounds?",
         "It gives the rate as T goes to infinity; a finite run may lie below rate times ln T.",
     ),
+    "05-a": Exercise(
+        2.05,
+        "Tokens a step over its cost in plain passes: (1 - a^5) / (1 - a) over 1.1 + 4 x 0.05.",
+        "2.67 tokens for 1.3 passes.",
+    ),
+    "05-b": Exercise(
+        "nothing",
+        "Where q is zero nothing is drafted; who draws the token behind the accepted ones?",
+        "The residual and the bonus are the target's: what the head cannot say, the target says itself.",
+    ),
+    "05-c": Exercise(
+        "law that it was drawn from",
+        "What must the q in min(1, p / q) be?",
+        "q may ignore the tokens before it, p may not; exactness asks only that the token was drawn from that q.",
+    ),
+    "06-a": Exercise(
+        138,
+        "First the tokens a step: 1 + a + a^2 + a^3 + a^4 with a = 0.75; then how many steps fit into a second.",
+        "3.05 tokens every 22.1 ms: three times what was reported beside these two figures.",
+    ),
+    "06-b": Exercise(
+        0.38,
+        "A step costs 1.2 + 4 x 0.1 plain passes; find a so that 1 + a + a^2 + a^3 + a^4 is as much.",
+        "1 + .38 + .144 + .055 + .021 = 1.6: below it the step costs more than it emits.",
+    ),
 }
 
 

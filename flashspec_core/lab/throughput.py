@@ -19,7 +19,7 @@ from flashspec_core.lab import bench, workloads
 from flashspec_core.records import Arm, Sampling
 
 _SMOKE = dict(
-    target="smollm2-135m", drafters=("n-gram", "early exit"), quantization="", max_new_tokens=32, prompts=1, repeat=1
+    target="smollm2-135m", drafters=("n-gram", "eagle-mixed"), quantization="", max_new_tokens=32, prompts=1, repeat=1
 )
 PROFILES = {
     "smoke": _SMOKE,
