@@ -29,6 +29,7 @@ def test_rows_say_what_was_done(tmp_path):
     assert {r["provider"] for r in rows} >= {"flashspec_core", "transformers", "transformers-assisted"}
     own = bench.pick(rows, provider="flashspec_core", metric="tokens_per_second")
     assert len(own) == 2 * (1 + 3) * 2 and {(r["gamma"], r["batch"]) for r in own} >= {("", 1), (6, 2)}
+    assert {r["model"] for r in rows} == {"tiny"}
     assert {r["note"] for r in rows} == {bench_engine.NOTE} and {r["mode"] for r in own} == {"eager"}
     assert {r["metric"] for r in rows} == {
         *("first_call tokens_per_second step_p50 step_p95 step_p99 tokens_per_step acceptance_rate bandwidth".split())

@@ -89,12 +89,12 @@ def synthetic_target(shape: Shape, device, dtype=None, seed: int = 0, name: str 
             module.weight = torch.nn.Parameter(ones, requires_grad=False)
     for i, layer in enumerate(model.model.layers):
         for part in (layer.self_attn, layer.mlp):
-            for name, linear in list(part.named_children()):
+            for role, linear in list(part.named_children()):
                 if isinstance(linear, torch.nn.Linear):
-                    late = i >= NUM_DRAFT_LAYERS and name in ("o_proj", "down_proj")
+                    late = i >= NUM_DRAFT_LAYERS and role in ("o_proj", "down_proj")
                     linear.weight = random(linear.weight, shape.later if late else 1.0)
                     if shape.nf4:
-                        setattr(part, name, _packed(linear, dtype, device))
+                        setattr(part, role, _packed(linear, dtype, device))
     return Target(model.eval(), None, name)
 
 

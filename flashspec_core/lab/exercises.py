@@ -103,7 +103,7 @@ EXERCISES = {
     ),
     "05-b": Exercise(
         "nothing",
-        "Where q is zero nothing is drafted; who draws the token behind the accepted ones?",
+        "Where q is zero the head drafts no such id; who draws the token behind the accepted ones?",
         "The residual and the bonus are the target's: what the head cannot say, the target says itself.",
     ),
     "05-c": Exercise(
