@@ -292,7 +292,7 @@ def test_smollm2_answers_as_without_drafts(dtype, margin):
             parts = bench.first_divergence(target, plain.prompt_token_ids, plain.token_ids, fast.token_ids)
             parted += [(arm.name, parts["margin"])] if parts else []
     print(f"{dtype}: {len(parted)} of {len(prompts) * len(arms)} answers part, at margins {parted}")
-    assert all(at < margin for _, at in parted)
+    assert all(at <= margin for _, at in parted)  # two steps of bfloat16 between 16 and 32, where the logits lie
 
 
 @INTERPRETER

@@ -1,5 +1,8 @@
 """Drafters with a head: their rule whatever the cache holds, noise, the text's law, other arms beside them."""
 
+import hashlib
+import json
+
 import pytest
 import torch
 from conftest import greedy_ids, make_target, random_ids
@@ -10,6 +13,7 @@ import flashspec_core as fs
 from flashspec_core.engine import head_drafters, heads
 from flashspec_core.engine.drafters import DraftContext, feature_layers
 from flashspec_core.engine.kv_cache import CachedModel
+from flashspec_core.lab import workloads
 from flashspec_core.lab.fit import chi_square_p
 from flashspec_core.noise import COUPLED, DraftNoise, gumbels
 
@@ -191,3 +195,31 @@ def test_greedy_text_is_the_targets_own_beside_other_arms(kind):
     for out, ids in zip(fs.generate(target, arms, prompts, max_new_tokens=25), prompts, strict=True):
         assert out.token_ids == greedy_ids(target, ids, 25)
         assert {0, 1, 2} == set(out.arms)
+
+
+NAMES = ["eagle-chat", "eagle-code", "eagle-mixed", "medusa-mixed"]
+
+
+def test_the_packages_heads_are_what_their_cards_say():
+    files = sorted(heads.WEIGHTS.iterdir())
+    assert [f.name for f in files] == [f"{name}.{end}" for name in NAMES for end in ("json", "safetensors")]
+    assert sum(f.stat().st_size for f in files) < 16 * 2**20
+    cards = {name: json.loads((heads.WEIGHTS / f"{name}.json").read_text()) for name in NAMES}
+    for name, card in cards.items():
+        data = (heads.WEIGHTS / f"{name}.safetensors").read_bytes()
+        assert card["sha256"] == hashlib.sha256(data).hexdigest() and card["name"] == name
+        assert card["target"] == "smollm2-135m" and card["seconds"] > 0 and card["device"] and card["commit"]
+        assert card["num_tokens"] > 19e6 and len(card["curve"]) >= 8
+        assert all(len(rates["acceptance_rate"]) == card["config"]["depth"] for rates in card["held_out"].values())
+    own = {name: cards[name]["held_out"] for name in NAMES}
+    assert min(own["eagle-chat"]["chat"]["acceptance_rate"]) > 0.55
+    assert min(own["eagle-code"]["code"]["acceptance_rate"]) > 0.68
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_smollm2_says_the_same_with_a_head_and_takes_up_its_drafts(smollm2, name):
+    prompt = workloads.chat_messages(workloads.PROMPTS["code"][0])
+    plain = fs.generate(smollm2, fs.Arm(None), prompt, max_new_tokens=40)
+    out = fs.generate(smollm2, fs.Arm(fs.load_drafter(name, smollm2), 4), prompt, max_new_tokens=40)
+    assert out.token_ids == plain.token_ids
+    assert out.acceptance_rate > (0.3 if name.startswith("medusa") else 0.5)
