@@ -55,6 +55,44 @@ class Contextual(Policy):
         self._of(getattr(feedback, "context", None)).update(arm, reward)
 
 
+class Restarting(Policy):
+    """Forgets all at once when an arm no longer pays what it did: for worlds that change at points.
+
+    Rule: where the mean of an arm's last `window` rewards differs by more than `threshold` from that of its earlier
+    ones, as many at least, a copy of the untaught policy takes over.
+
+    Args: policy: untaught; window: rewards; threshold: in rewards.
+
+    >>> policy = Restarting(UCB1(2), window=4, threshold=0.5)
+    >>> for reward in [1.0] * 4 + [0.0] * 3: policy.update(0, reward)
+    >>> policy.num_restarts, policy.update(0, 0.0), policy.num_restarts, policy.policy.num_rounds
+    (0, None, 1, 0)
+    """
+
+    def __init__(self, policy, window: int = 16, threshold: float = 0.2):
+        self.first, self.window, self.threshold = policy, window, threshold
+        self.num_arms, self.num_restarts = policy.num_arms, -1
+        self._start()
+
+    def _start(self):
+        self.policy, self.rewards = copy.deepcopy(self.first), [[] for _ in range(self.num_arms)]
+        self.num_restarts += 1
+
+    def select_arm(self, context=None) -> int:
+        """The policy's arm. Args: context: passed on."""
+        return self.policy.select_arm(context)
+
+    def update(self, arm, reward, feedback=None) -> None:
+        """Teach the policy, and look whether to start anew. Args: arm, reward, feedback: see Policy."""
+        self.policy.update(arm, reward, feedback)
+        seen = self.rewards[arm]
+        seen.append(float(reward))
+        if len(seen) >= 2 * self.window:
+            late, early = np.mean(seen[-self.window :]), np.mean(seen[: -self.window])
+            if abs(late - early) > self.threshold:
+                self._start()
+
+
 class Oracle(Policy):
     """Knows each round's best arm: what regret is measured against.
 
@@ -127,8 +165,8 @@ class FixedArm(Policy):
 
 
 _KINDS = (
-    UCB1, SlidingWindowUCB, DiscountedUCB, ThompsonSampling, DiscountedThompson, FullInformation, Contextual, Oracle,
-    Replay, FixedArm,
+    UCB1, SlidingWindowUCB, DiscountedUCB, ThompsonSampling, DiscountedThompson, FullInformation, Contextual,
+    Restarting, Oracle, Replay, FixedArm,
 )  # fmt: skip
 
 

@@ -307,5 +307,9 @@ def test_tokens_per_second_as_reward_is_scaled_and_leaves_out_the_prompts_step(l
     rewards = {arm: [r for a, r, _ in policy.heard if a == arm] for arm in (0, 1)}
     assert max(rewards[1]) < min(1.0, max(rewards[0])) and all(0 < r <= 1 for r in rewards[0] + rewards[1])
     assert max(rewards[0]) == 1.0 and {step.accepted_fraction for step in out.steps[:-1]} == {1.0}
+    assert policy.fastest > 0  # kept, so that a second text is measured by the same scale
+    policy.fastest, policy.heard = 1e9, []
+    fs.generate(llama, [fast, slow], [5, 6], policy=policy, gamma=2, max_new_tokens=9, reward="tokens_per_second")
+    assert policy.fastest == 1e9 and all(reward < 1e-3 for _, reward, _ in policy.heard)
     with pytest.raises(ValueError, match="reward must be one of .*, got 'speed'"):
         fs.generate(llama, fast, [5, 6], reward="speed")

@@ -223,3 +223,9 @@ def test_smollm2_says_the_same_with_a_head_and_takes_up_its_drafts(smollm2, name
     out = fs.generate(smollm2, fs.Arm(fs.load_drafter(name, smollm2), 4), prompt, max_new_tokens=40)
     assert out.token_ids == plain.token_ids
     assert out.acceptance_rate > (0.3 if name.startswith("medusa") else 0.5)
+
+
+def test_the_default_looks_up_and_else_asks_the_mixed_head(smollm2):
+    both = fs.load_drafter("default", smollm2)
+    assert [(arm.drafter.name, arm.gamma) for arm in both.arms] == [("n-gram", 8), ("eagle-mixed", 4)]
+    assert type(fs.load_drafter("default", make_target())) is fs.NGramDrafter

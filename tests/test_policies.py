@@ -59,6 +59,19 @@ def test_contexts_learn_apart_and_are_saved_with_their_order():
     assert [again.select_arm("new") for _ in range(20)] == [policy.select_arm("new") for _ in range(20)]
 
 
+def test_a_restarting_policy_forgets_at_a_change_and_not_before():
+    rng, policy = np.random.default_rng(0), fs.Restarting(fs.UCB1(2), window=20, threshold=0.25)
+    restarts, late = [], 0
+    for t in range(600):
+        arm = policy.select_arm()
+        policy.update(arm, float(np.clip(rng.normal(0.8 if arm == (t >= 300) else 0.3, 0.15), 0, 1)), feedback(t))
+        restarts.append(policy.num_restarts)
+        late += t >= 400 and arm == 1
+    assert restarts[299] == 0 and restarts[-1] >= 1 and late > 150
+    again = fs.policy_from_json(fs.policy_to_json(policy))
+    assert again.num_restarts == policy.num_restarts and again.select_arm() == policy.select_arm()
+
+
 def test_oracle_and_fixed_policies_are_saved_too():
     for policy in (fs.Oracle([[0.1, 0.9], [0.8, 0.2]]), fs.FixedArm(1, 2), fs.Replay([1, 0])):
         policy.select_arm()

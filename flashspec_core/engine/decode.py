@@ -57,8 +57,8 @@ def generate(
         policy: a bandits.Policy; None: FixedArm(0) for one arm, else UCB1.
         gamma: drafted tokens a step, for arms that do not say.
         reward: what the policy learns from: "accepted_fraction" (0 where nothing was drafted), or "tokens_per_second":
-            a step's emitted tokens over its time, as a share of the fastest step so far; the first step, which reads
-            the prompt, is then not learnt from.
+            a step's emitted tokens over its time, as a share of the fastest step that the policy has seen in any call;
+            the first step, which reads the prompt, is then not learnt from.
         method: "token", "block", or "coupled": the text then hangs on the row seed alone, whatever drafts.
         sampling: one Sampling, or one a row; default greedy.
         max_new_tokens: at least 1; never overshot.
@@ -149,7 +149,8 @@ class Run:
         self.why_eager = self._why_eager()
         if o.capture and self.why_eager:
             raise ValueError(f"expected what can be captured, got: {self.why_eager}; see capture=None")
-        self.num_steps, self.fastest, self.workspaces, self.checked = 0, 0.0, {}, set()
+        self.num_steps, self.workspaces, self.checked = 0, {}, set()
+        self.fastest = getattr(self.policy, "fastest", 0.0)  # one that serves many texts measures all by one scale
 
     def _why_eager(self) -> str | None:
         """Why no step is captured, or None."""
@@ -328,6 +329,7 @@ class Run:
         by_time, knows = self.options.reward == "tokens_per_second", self.num_steps and seconds is not None
         if by_time and knows:
             self.fastest = max(self.fastest, *(len(record.token_ids) / seconds for record in records))
+            self.policy.fastest = self.fastest
         for record in records:
             if not by_time:
                 record.reward = record.accepted_fraction

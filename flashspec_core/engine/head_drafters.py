@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from flashspec_core.engine.drafters import Drafter, drafted
+from flashspec_core.engine.drafters import CascadeDrafter, Drafter, NGramDrafter, drafted
 from flashspec_core.engine.heads import WEIGHTS, EagleHead, Head, load_head
 from flashspec_core.engine.kv_cache import CachedRows, common_prefix, padded, placed
-from flashspec_core.records import Draft
+from flashspec_core.records import Arm, Draft
 from flashspec_core.verify import draw_draft
 from flashspec_core.verify.logits import greedy_ids
 
@@ -155,13 +155,20 @@ def load_drafter(name: str, target):
     """A draft head trained for a target, ready to draft.
 
     Args:
-        name: "eagle-chat", "eagle-code", "eagle-mixed" or "medusa-mixed" (for smollm2-135m), or a .safetensors path.
+        name: "eagle-chat", "eagle-code", "eagle-mixed" or "medusa-mixed" (for smollm2-135m), or a .safetensors path;
+            "default": n-grams up to 8 tokens, and where they find nothing four of "eagle-mixed"; n-grams alone for
+            other targets.
         target: what `load_target` returns.
-    Returns: An EagleDrafter or a MedusaDrafter.
+    Returns: An EagleDrafter or a MedusaDrafter; for "default" a CascadeDrafter or an NGramDrafter.
     Raises:
         OSError: no such head.
         ValueError: it was made for another target.
     """
+    if name == "default":
+        lookup = NGramDrafter()
+        if target.name != "smollm2-135m":
+            return lookup
+        return CascadeDrafter(Arm(lookup, 8), Arm(load_drafter("eagle-mixed", target), 4))
     path = WEIGHTS / f"{name}.safetensors"
     if not path.exists():
         path = Path(name).expanduser()

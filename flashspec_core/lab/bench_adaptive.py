@@ -1,0 +1,181 @@
+"""Streams of prompts, decoded by fixed arms and by policies in turns: tokens a second, regret, and which arm when.
+
+A policy lives through a whole stream. Settings belong to other prompts than the measured ones (positions.py replays
+those in no time). It leaves out the streams (workloads.py) and the policies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy import stats
+
+from flashspec_core.bandits import UCB1, DiscountedUCB, ThompsonSampling
+from flashspec_core.engine.contexts import InCode, Repeats, Together
+from flashspec_core.engine.decode import generate
+from flashspec_core.engine.drafters import CascadeDrafter, NGramDrafter
+from flashspec_core.engine.head_drafters import load_drafter
+from flashspec_core.engine.models import load_target
+from flashspec_core.lab import bench, workloads
+from flashspec_core.policies import Contextual, Restarting
+from flashspec_core.records import Arm, Sampling
+
+TUNED_ON = 10  # prompts a domain that settings were chosen on; measured are those behind them
+DOMAINS = ("chat", "code", "copy-edit")
+
+
+@dataclass
+class Way:
+    """A fixed arm, or a policy over several.
+
+    Args:
+        name: of its rows.
+        arms: Arms.
+        policy: f() -> a new policy, or None: one arm.
+        context, reward: see generate.
+        seconds, chosen: of each repeat a list an answer: its time; a Counter of arms' names.
+    """
+
+    name: str
+    arms: list
+    policy: Callable | None = None
+    context: object = None
+    reward: str = "tokens_per_second"
+    seconds: list = field(default_factory=list)
+    chosen: list = field(default_factory=list)
+
+
+def fixed_arms(target) -> dict[str, Arm]:
+    """What there is to choose from. Args: target: SmolLM2, as `load_target` returns it."""
+    heads = {"eagle-chat": 3, "eagle-code": 6, "eagle-mixed": 4}
+    arms = {"off": Arm(None), "n-gram": Arm(NGramDrafter(), 8)}
+    return arms | {name: Arm(load_drafter(name, target), gamma) for name, gamma in heads.items()}
+
+
+def ways(target) -> list[Way]:
+    """Each arm alone, n-grams with a head behind them, the seed's two policies, and this suite's.
+
+    Args: target: see fixed_arms.
+    """
+    arms, together = fixed_arms(target), Together(InCode(), Repeats())
+    own, count = list(arms.values()), len(arms)
+    both = CascadeDrafter(arms["n-gram"], arms["eagle-mixed"])
+    contextual = lambda: Contextual(DiscountedUCB(count, discount=0.98, xi=0.005))  # noqa: E731
+    return [
+        *(Way(name, [arm]) for name, arm in arms.items()),
+        Way(both.name, [Arm(both, 8)]),
+        Way("UCB1 on accepted fraction", own, lambda: UCB1(count), reward="accepted_fraction"),
+        Way("Thompson on accepted fraction", own, lambda: ThompsonSampling(count), reward="accepted_fraction"),
+        Way("contextual UCB", own, contextual, together),
+        Way("restarting contextual UCB", own, lambda: Restarting(contextual(), 16, 0.2), together),
+    ]
+
+
+def run(target, ways, stream, num_tokens: int, temperature: float, seed: int = 0) -> None:
+    """Every way decodes the stream once, the ways in a random order; what it took is kept with them.
+
+    Args: target; ways; stream: a workloads.Stream; num_tokens, temperature: of an answer; seed: of it and of the order.
+    """
+    for number in np.random.default_rng(seed).permutation(len(ways)):
+        way = ways[number]
+        policy, seconds, chosen = way.policy() if way.policy else None, [], []
+        options = dict(max_new_tokens=num_tokens, sampling=Sampling(temperature), reward=way.reward)
+        for i, (_, text) in enumerate(stream.prompts):
+            told = dict(policy=policy, context=way.context, seed=seed * 1000 + i)
+            bench.synchronise()
+            start = time.perf_counter()
+            out = generate(target, way.arms, workloads.chat_messages(text), **told, **options)
+            bench.synchronise()
+            seconds.append((time.perf_counter() - start) / len(out.token_ids))
+            chosen.append(Counter(step.drafter for step in out.steps))
+        way.seconds.append(seconds)
+        way.chosen.append(chosen)
+
+
+def rows_of(target, ways, streams, temperature: float, name: str) -> list[dict]:
+    """What the repeats say: speed, gain over the best fixed arm, the oracle's share, regret, and arms by domain.
+
+    Rule: seconds are a token's, an answer at a time, so that each answer counts alike; the best fixed arm is the one
+    whose sum over all repeats is least; the oracle takes in each block of a stream the arm that was fastest there.
+    Gains are paired by repeat, with 95 % bands of Student's t.
+
+    Args: target; ways: after `run`; streams: one a repeat; temperature; name: of the kind of stream.
+    """
+    cells = dict(temperature=temperature, **bench.model_cells(target))
+    if target.device.type == "cpu":
+        cells["device"] = bench.cpu_name()
+    fixed = [way for way in ways if len(way.arms) == 1 and not isinstance(way.arms[0].drafter, CascadeDrafter)]
+    sums = {way.name: np.array([np.sum(seconds) for seconds in way.seconds]) for way in ways}
+    best = min(fixed, key=lambda way: sums[way.name].sum()).name
+    oracle = np.array([_oracle(fixed, i, stream) for i, stream in enumerate(streams)])
+    rows, put = (
+        [],
+        lambda note, metric, unit, values, **more: rows.append(
+            bench.row(f"stream: {name}", "flashspec_core", metric, unit, values, note=note, **cells, **more)
+        ),
+    )
+    for note, seconds in [*sums.items(), ("oracle by block", oracle)]:
+        put(note, "tokens_per_second", "1/s", [len(s.prompts) / t for s, t in zip(streams, seconds, strict=True)])
+        put(note, "regret", "s/token", list((seconds - oracle) / [len(s.prompts) for s in streams]))
+        gains = sums[best] / seconds - 1
+        put(note, "gain", "1", list(gains))
+        if len(gains) > 1 and gains.std():
+            low, high = stats.t.interval(0.95, len(gains) - 1, gains.mean(), stats.sem(gains))
+            put(note, "gain_low", "1", [low])
+            put(note, "gain_high", "1", [high])
+        put(note, "share_of_oracle", "1", [gains.mean() / (sums[best] / oracle - 1).mean()])
+    put(best, "best_fixed", "", [1])
+    for way in ways:
+        if way.policy is None:
+            continue
+        for domain in dict.fromkeys(d for d, _ in streams[0].prompts):
+            counts = [
+                sum((c for c, (d, _) in zip(chosen, s.prompts, strict=True) if d == domain), Counter())
+                for chosen, s in zip(way.chosen, streams, strict=True)
+            ]
+            for arm in way.arms:
+                shares = [count[arm.name] / sum(count.values()) for count in counts]
+                put(f"{way.name}: {arm.name}", "arm_share", "1", shares, domain=domain)
+    return rows
+
+
+def _oracle(fixed, repeat: int, stream) -> float:
+    ends = [*stream.changes, len(stream.prompts)]
+    blocks = zip([0, *stream.changes], ends, strict=True)
+    return sum(min(sum(way.seconds[repeat][a:b]) for way in fixed) for a, b in blocks)
+
+
+def main(arguments=None) -> None:
+    """python -m flashspec_core.lab.bench_adaptive FILE. Args: arguments: a list, or None: the command's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flashspec_core.lab.bench_adaptive", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("file", help="the CSV that rows are added to")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", help="as in load_target")
+    parser.add_argument("--domains", nargs="+", default=list(DOMAINS), help="one alone: a stationary stream")
+    parser.add_argument("--block", type=int, default=3, help="prompts of a block")
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    o = parser.parse_args(arguments)
+    target = load_target(dtype=o.dtype, device=o.device)
+    every = ways(target)
+    streams = [workloads.changing(o.domains, o.block, o.blocks, seed, TUNED_ON) for seed in range(o.repeats)]
+    for way in every:  # kernels, threads and caches are warm before anything counts
+        generate(target, way.arms, "Warm up.", max_new_tokens=8)
+    for seed, stream in enumerate(streams):
+        run(target, every, stream, o.tokens, o.temperature, seed)
+        print(f"repeat {seed}: " + ", ".join(f"{w.name} {1 / np.mean(w.seconds[-1]):.1f}" for w in every), flush=True)
+    name = "changing" if len(o.domains) > 1 else f"stationary {o.domains[0]}"
+    bench.append_rows(rows_of(target, every, streams, o.temperature, name), o.file)
+
+
+if __name__ == "__main__":
+    main()

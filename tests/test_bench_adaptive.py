@@ -1,0 +1,46 @@
+"""lab/bench_adaptive.py: rows of a small stream are what its times say, and policies live through the stream."""
+
+import numpy as np
+import pytest
+
+import flashspec_core as fs
+from flashspec_core.lab import bench, bench_adaptive, workloads
+
+STREAM = workloads.Stream((("chat", "Hello."), ("code", "Print one."), ("chat", "Hi.")), (1, 2))
+
+
+def make_ways():
+    arms = [fs.Arm(None), fs.Arm(fs.NGramDrafter(), 3)]
+    return [
+        bench_adaptive.Way("off", arms[:1]),
+        bench_adaptive.Way("n-gram", arms[1:]),
+        bench_adaptive.Way("UCB1", arms, lambda: fs.UCB1(2)),
+    ]
+
+
+def test_every_way_decodes_the_stream_and_a_policy_lives_through_it(smollm2):
+    ways, made = make_ways(), []
+    make = ways[2].policy
+    ways[2].policy = lambda: made.append(make()) or made[-1]
+    bench_adaptive.run(smollm2, ways, STREAM, 4, 0.0)
+    assert all(len(way.seconds) == 1 and len(way.seconds[0]) == 3 and min(way.seconds[0]) > 0 for way in ways)
+    assert len(made) == 1 and made[0].num_rounds == sum(sum(c.values()) for c in ways[2].chosen[0]) - 3
+    assert {name for c in ways[2].chosen[0] for name in c} <= {"off", "n-gram"}
+    rows = bench_adaptive.rows_of(smollm2, ways, [STREAM], 0.0, "tiny")
+    shares = [float(r["p50"]) for r in bench.pick(rows, metric="arm_share", domain="chat")]
+    assert sum(shares) == pytest.approx(1) and len(shares) == 2
+
+
+def test_gains_and_regret_follow_from_the_times(smollm2):
+    ways = make_ways()
+    seconds = np.array([[[1.0, 3.0, 1.0], [1.1, 3.0, 0.9]], [[2.0, 1.0, 2.0], [2.0, 1.0, 2.0]], [[1.0, 2.0, 1.0]] * 2])
+    for way, each in zip(ways, seconds, strict=True):
+        way.seconds, way.chosen = each.tolist(), [[{"off": 1}] * 3] * 2
+        way.policy = None
+    rows = bench_adaptive.rows_of(smollm2, ways, [STREAM] * 2, 0.0, "tiny")
+    value = lambda note, metric: bench.median(rows, note=note, metric=metric)  # noqa: E731
+    assert [r["note"] for r in bench.pick(rows, metric="best_fixed")] == ["off"]  # the first of equals
+    assert value("oracle by block", "tokens_per_second") == pytest.approx(1)  # a second a token in each block
+    assert value("off", "regret") == pytest.approx(2 / 3) and value("UCB1", "regret") == pytest.approx(1 / 3)
+    assert value("UCB1", "gain") == pytest.approx(5 / 4 - 1) and value("off", "gain") == 0
+    assert value("UCB1", "share_of_oracle") == pytest.approx((5 / 4 - 1) / (5 / 3 - 1))
