@@ -13,7 +13,7 @@ _HOME = {
     "records": "Arm Draft DecodeStep Feedback Generation PLACEHOLDER_TOKEN_ID Sampling VerifyResult",
     "verify": "verify",
     "bandits": "DiscountedThompson DiscountedUCB FullInformation SlidingWindowUCB ThompsonSampling UCB1",
-    "policies": "Contextual FixedArm Oracle Replay Restarting policy_from_json policy_to_json",
+    "policies": "Contextual FixedArm Oracle Preferring Replay Restarting policy_from_json policy_to_json",
     "engine.chat": "Chat",
     "engine.decode": "RowError generate stream",
     "engine.drafters": "CascadeDrafter EarlyExitDrafter ModelDrafter NGramDrafter",

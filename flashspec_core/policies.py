@@ -6,6 +6,7 @@ They choose under the same rule as bandits.py: from what is past, never from thi
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import numpy as np
@@ -93,6 +94,40 @@ class Restarting(Policy):
                 self._start()
 
 
+class Preferring(Policy):
+    """One arm wherever the context speaks for it, another policy's choice among the others elsewhere.
+
+    Rule: a lookup that finds something is nearly free, so when to ask it need not be learnt; which of the dear drafters
+    to ask is. The context is (whether it speaks for the arm, what the other policy is told).
+
+    Args: arm: the preferred; policy: over the other arms, in their order.
+
+    >>> from flashspec_core.records import Feedback
+    >>> policy = Preferring(1, UCB1(2))
+    >>> policy.update(0, 1.0, Feedback(0, 0, 0, context=(False, None)))
+    >>> policy.select_arm((True, None)), policy.select_arm((False, None)), policy.num_arms
+    (1, 2, 3)
+    """
+
+    def __init__(self, arm: int, policy):
+        self.arm, self.policy, self.num_arms = arm, policy, policy.num_arms + 1
+
+    def select_arm(self, context=None) -> int:
+        """The preferred arm, or the policy's. Args: context: a pair, see above; None speaks for nothing."""
+        speaks, told = context or (False, None)
+        if speaks:
+            return self.arm
+        arm = self.policy.select_arm(told)
+        return arm + (arm >= self.arm)
+
+    def update(self, arm, reward, feedback=None) -> None:
+        """Teach the policy of the other arms. Args: arm, reward, feedback: see Policy."""
+        if arm != self.arm:
+            if feedback is not None and feedback.context:
+                feedback = dataclasses.replace(feedback, context=feedback.context[1])
+            self.policy.update(arm - (arm > self.arm), reward, feedback)
+
+
 class Oracle(Policy):
     """Knows each round's best arm: what regret is measured against.
 
@@ -166,7 +201,7 @@ class FixedArm(Policy):
 
 _KINDS = (
     UCB1, SlidingWindowUCB, DiscountedUCB, ThompsonSampling, DiscountedThompson, FullInformation, Contextual,
-    Restarting, Oracle, Replay, FixedArm,
+    Preferring, Restarting, Oracle, Replay, FixedArm,
 )  # fmt: skip
 
 

@@ -72,6 +72,23 @@ def test_a_restarting_policy_forgets_at_a_change_and_not_before():
     assert again.num_restarts == policy.num_restarts and again.select_arm() == policy.select_arm()
 
 
+def test_a_preferred_arm_needs_no_lesson_and_the_others_learn_theirs():
+    policy = fs.Preferring(1, fs.Contextual(fs.UCB1(3)))
+    for t in range(300):
+        context = (t % 3 == 0, "code" if t % 2 else "prose")
+        arm = policy.select_arm(context)
+        assert (arm == 1) == context[0]
+        best = 3 if context[1] == "code" else 0
+        policy.update(arm, float(arm == best), feedback(t, context=context))
+    inner = policy.policy.policies
+    assert inner["code"].pulls.argmax() == 2 and inner["prose"].pulls.argmax() == 0 and set(inner) == {"code", "prose"}
+    again = fs.policy_from_json(fs.policy_to_json(policy))
+    assert [again.select_arm((False, "code")), again.select_arm(None)] == [
+        policy.select_arm((False, "code")),
+        policy.select_arm(None),
+    ]
+
+
 def test_oracle_and_fixed_policies_are_saved_too():
     for policy in (fs.Oracle([[0.1, 0.9], [0.8, 0.2]]), fs.FixedArm(1, 2), fs.Replay([1, 0])):
         policy.select_arm()

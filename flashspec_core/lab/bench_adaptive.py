@@ -22,7 +22,7 @@ from flashspec_core.engine.drafters import CascadeDrafter, NGramDrafter
 from flashspec_core.engine.head_drafters import load_drafter
 from flashspec_core.engine.models import load_target
 from flashspec_core.lab import bench, workloads
-from flashspec_core.policies import Contextual, Restarting
+from flashspec_core.policies import Contextual, Preferring
 from flashspec_core.records import Arm, Sampling
 
 TUNED_ON = 10  # prompts a domain that settings were chosen on; measured are those behind them
@@ -62,17 +62,19 @@ def ways(target) -> list[Way]:
 
     Args: target: see fixed_arms.
     """
-    arms, together = fixed_arms(target), Together(InCode(), Repeats())
-    own, count = list(arms.values()), len(arms)
+    arms = fixed_arms(target)
+    own, count, names = list(arms.values()), len(arms), list(arms)
     both = CascadeDrafter(arms["n-gram"], arms["eagle-mixed"])
-    contextual = lambda: Contextual(DiscountedUCB(count, discount=0.98, xi=0.005))  # noqa: E731
+    lookup, heads = names.index("n-gram"), [arm for name, arm in arms.items() if name != "off"]
+    every = lambda: Contextual(DiscountedUCB(count, discount=0.998, xi=0.005))  # noqa: E731
+    best = lambda: Preferring(lookup - 1, DiscountedUCB(len(heads) - 1, discount=0.99, xi=0.01))  # noqa: E731
     return [
         *(Way(name, [arm]) for name, arm in arms.items()),
         Way(both.name, [Arm(both, 8)]),
         Way("UCB1 on accepted fraction", own, lambda: UCB1(count), reward="accepted_fraction"),
         Way("Thompson on accepted fraction", own, lambda: ThompsonSampling(count), reward="accepted_fraction"),
-        Way("contextual UCB", own, contextual, together),
-        Way("restarting contextual UCB", own, lambda: Restarting(contextual(), 16, 0.2), together),
+        Way("contextual UCB", own, every, Together(InCode(), Repeats(2))),
+        Way("lookup first, else UCB over heads", heads, best, Together(Repeats(2), lambda rows: None)),
     ]
 
 
@@ -163,11 +165,13 @@ def main(arguments=None) -> None:
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--ways", nargs="+", help="names; default: all")
     parser.add_argument("--temperature", type=float, default=0.0)
     o = parser.parse_args(arguments)
     target = load_target(dtype=o.dtype, device=o.device)
     every = ways(target)
     streams = [workloads.changing(o.domains, o.block, o.blocks, seed, TUNED_ON) for seed in range(o.repeats)]
+    every = [way for way in every if not o.ways or way.name in o.ways]
     for way in every:  # kernels, threads and caches are warm before anything counts
         generate(target, way.arms, "Warm up.", max_new_tokens=8)
     for seed, stream in enumerate(streams):

@@ -19,6 +19,7 @@ from flashspec_core.engine.contexts import Committed, InCode, Repeats
 from flashspec_core.engine.decode import generate
 from flashspec_core.engine.drafters import DraftContext, NGramDrafter
 from flashspec_core.engine.head_drafters import load_drafter
+from flashspec_core.engine.heads import tapped
 from flashspec_core.engine.models import load_target
 from flashspec_core.lab import distill, workloads
 from flashspec_core.records import Arm, Feedback
@@ -57,12 +58,13 @@ def score(target, prompts: dict, heads: dict, num_tokens: int = 64, batch: int =
 def _positions(target, heads, prompt, answer) -> list[dict]:
     ids, start = [*prompt, *answer], len(prompt)
     whole = torch.tensor([ids], device=target.device)
-    logits = target.model(input_ids=whole[:, :-1]).logits[0, start - 1 :].float().log_softmax(-1)
+    with tapped(target.model, {layer for drafter in heads.values() for layer in drafter.head.config.layers}) as seen:
+        logits = target.model(input_ids=whole, logits_to_keep=len(answer) + 1).logits[0, :-1].log_softmax(-1)
     entropy = -(logits.exp() * logits).sum(-1)
     scores = {}
     for name, drafter in heads.items():
         head = drafter.head
-        features, _, _ = distill.read(target, head, whole)
+        features = torch.cat([seen[layer] for layer in head.config.layers], -1)
         depth = min(MOST, head.config.depth) if head.config.kind == "medusa" else MOST
         said = [head.vocab_ids[x[0].argmax(-1)] for x in distill.unrolled(head, whole, features, depth)]
         scores[name] = [[bool(s[c - 2] == ids[c + k]) for k, s in enumerate(said) if c + k < len(ids)] for c in
