@@ -94,11 +94,16 @@ def write(rows, path) -> None:
 
 def read(path) -> dict:
     """A log by answer. Args: path: of a .csv.gz. Returns: {(domain, prompt): list of rows, numbers as numbers}."""
-    answers: dict = {}
     with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            numbers = {k: float(v) if k == "entropy" else int(v) for k, v in row.items() if k != "domain"}
-            answers.setdefault((row["domain"], numbers["prompt"]), []).append(numbers)
+        kinds = {"domain": str, "entropy": float}
+        return by_answer({k: kinds.get(k, int)(v) for k, v in row.items()} for row in csv.DictReader(file))
+
+
+def by_answer(rows) -> dict:
+    """Rows of each answer. Args: rows: from `score`. Returns: {(domain, prompt): list of rows}."""
+    answers: dict = {}
+    for row in rows:
+        answers.setdefault((row["domain"], row["prompt"]), []).append(row)
     return answers
 
 

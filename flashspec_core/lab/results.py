@@ -1,0 +1,55 @@
+"""README's table of results, made from the stored rows and from nothing else.
+
+A test holds README to it. It measures nothing.
+"""
+
+from __future__ import annotations
+
+from flashspec_core.lab.bench import RESULTS, median, pick, read_rows
+
+
+def table() -> str:
+    """The table as Markdown, a line a result: what, figures, where it was measured.
+
+    Raises: ValueError: a row is missing.
+    """
+    lines = ["| what | measured | on |", "|---|---|---|"]
+    for what, told, row in [*_cpu(), *_engine(), *_kernels()]:
+        dtype = f", {row['dtype']}" if row["dtype"] else ""
+        lines.append(f"| {what} | {told} | {row['device']}{dtype}, {row['date']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cpu():
+    rows = pick(read_rows(RESULTS / "cpu.csv"), metric="tokens_per_second")
+    for domain, name, peer in (
+        ("chat", "eagle-chat", "transformers"),
+        ("code", "eagle-code", "transformers"),
+        ("copy-edit", "n-gram, else eagle-mixed", "transformers-prompt-lookup"),
+    ):
+        here, told = pick(rows, domain=domain), []
+        for temperature in dict.fromkeys(row["temperature"] for row in here):
+            at = pick(here, temperature=temperature)
+            told.append(f"{median(at, note=name) / median(at, provider=peer):.2f}x at temperature {temperature}")
+        yield f"SmolLM2-135M, {domain}: {name} over {peer}", ", ".join(told), here[0]
+
+
+def _engine():
+    rows = pick(read_rows(RESULTS / "engine.csv"), model="tinyllama-1.1b-shape", metric="tokens_per_second", batch=1)
+    for gamma, peer in ((4, "flashspec-0.3.1"), ("", "transformers-compiled")):
+        told = []
+        for temperature in ("0.0", "0.7"):
+            at = pick(rows, temperature=temperature, gamma=gamma)
+            own, other = median(at, provider="flashspec_core"), median(at, provider=peer)
+            told.append(f"{own:,.0f} tokens/s, {own / other:.1f}x at temperature {temperature}")
+        how = f"speculative, gamma {gamma}" if gamma else "plain"
+        yield f"1.1 B weights, synthetic acceptance, {how}, over {peer}", "; ".join(told), rows[0]
+
+
+def _kernels():
+    rows = pick(read_rows(RESULTS / "kernels.csv"), benchmark="verify", method="token", gamma=4, metric="net_time")
+    for batch in (1, 128):
+        at = pick(rows, vocab=128_256, batch=batch)
+        own, other = median(at, provider="flashspec_core"), median(at, provider="vllm-0.32")
+        what = f"verification step, vocabulary 128,256, batch {batch}, over vllm-0.32"
+        yield what, f"{own:.1f} us net, {other / own:.1f}x", at[0]
