@@ -76,7 +76,8 @@ class Restarting(Policy):
         self._start()
 
     def _start(self):
-        self.policy, self.rewards = copy.deepcopy(self.first), [[] for _ in range(self.num_arms)]
+        self.policy, self.late = copy.deepcopy(self.first), [[] for _ in range(self.num_arms)]
+        self.early = [[0, 0.0] for _ in range(self.num_arms)]  # of what lies behind the last ones: count and sum
         self.num_restarts += 1
 
     def select_arm(self, context=None) -> int:
@@ -86,12 +87,12 @@ class Restarting(Policy):
     def update(self, arm, reward, feedback=None) -> None:
         """Teach the policy, and look whether to start anew. Args: arm, reward, feedback: see Policy."""
         self.policy.update(arm, reward, feedback)
-        seen = self.rewards[arm]
-        seen.append(float(reward))
-        if len(seen) >= 2 * self.window:
-            late, early = np.mean(seen[-self.window :]), np.mean(seen[: -self.window])
-            if abs(late - early) > self.threshold:
-                self._start()
+        late, early = self.late[arm], self.early[arm]
+        late.append(float(reward))
+        if len(late) > self.window:
+            early[0], early[1] = early[0] + 1, early[1] + late.pop(0)
+        if early[0] >= self.window and abs(sum(late) / self.window - early[1] / early[0]) > self.threshold:
+            self._start()
 
 
 class Preferring(Policy):

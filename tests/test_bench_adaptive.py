@@ -1,5 +1,7 @@
 """lab/bench_adaptive.py: rows of a small stream are what its times say, and policies live through the stream."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -31,12 +33,26 @@ def test_every_way_decodes_the_stream_and_a_policy_lives_through_it(smollm2):
     assert sum(shares) == pytest.approx(1) and len(shares) == 2
 
 
+def test_where_one_arm_is_the_fastest_everywhere_there_is_nothing_to_share(smollm2):
+    ways = make_ways()
+    for way, times in zip(ways, ([1.0] * 3, [2.0] * 3, [1.5] * 3), strict=True):
+        way.seconds, way.chosen = [times], [[Counter(off=1)] * 3]
+    rows = bench_adaptive.rows_of(smollm2, ways[:2], [STREAM], 0.0, "tiny")
+    assert not bench.pick(rows, metric="share_of_oracle") and all(r["p50"] == r["p50"] for r in rows)
+
+
+def test_it_refuses_ways_that_are_none_and_policies_alone(smollm2, capsys):
+    for ways, why in ((["contextual UCB"], "needs a fixed arm"), (["of", "off"], "expected --ways among")):
+        with pytest.raises(SystemExit):
+            bench_adaptive.main(["unused.csv", "--dtype", "float32", "--ways", *ways])
+        assert why in capsys.readouterr().err
+
+
 def test_gains_and_regret_follow_from_the_times(smollm2):
     ways = make_ways()
     seconds = np.array([[[1.0, 3.0, 1.0], [1.1, 3.0, 0.9]], [[2.0, 1.0, 2.0], [2.0, 1.0, 2.0]], [[1.0, 2.0, 1.0]] * 2])
     for way, each in zip(ways, seconds, strict=True):
-        way.seconds, way.chosen = each.tolist(), [[{"off": 1}] * 3] * 2
-        way.policy = None
+        way.seconds, way.chosen = each.tolist(), [[Counter(off=1)] * 3] * 2
     rows = bench_adaptive.rows_of(smollm2, ways, [STREAM] * 2, 0.0, "tiny")
     value = lambda note, metric: bench.median(rows, note=note, metric=metric)  # noqa: E731
     assert [r["note"] for r in bench.pick(rows, metric="best_fixed")] == ["off"]  # the first of equals

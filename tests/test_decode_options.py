@@ -311,5 +311,12 @@ def test_tokens_per_second_as_reward_is_scaled_and_leaves_out_the_prompts_step(l
     policy.fastest, policy.heard = 1e9, []
     fs.generate(llama, [fast, slow], [5, 6], policy=policy, gamma=2, max_new_tokens=9, reward="tokens_per_second")
     assert policy.fastest == 1e9 and all(reward < 1e-3 for _, reward, _ in policy.heard)
+    policy.fastest = 0.0
+    stream = fs.stream(
+        llama, [fast, slow], [5, 6], policy=policy, gamma=2, max_new_tokens=9, reward="tokens_per_second"
+    )
+    next(stream)
+    policy.fastest = 1e9  # seen by another call meanwhile
+    assert len(list(stream)) > 1 and policy.fastest == 1e9
     with pytest.raises(ValueError, match="reward must be one of .*, got 'speed'"):
         fs.generate(llama, fast, [5, 6], reward="speed")

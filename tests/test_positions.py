@@ -41,6 +41,18 @@ def test_the_log_says_what_decoding_does(smollm2, heads, answers, domain, arm):
     assert told == [(s.num_draft_tokens, s.num_accepted) for s in out.steps]
 
 
+def test_a_head_drafts_no_further_than_its_depth_and_none_at_an_answers_start(answers):
+    row = answers["code", 0][1] | {"medusa-mixed": 4, "eagle-code": 8}
+    assert positions.step(row, ("medusa-mixed", 8), 20) == (5, 4) and positions.step(row, ("eagle-code", 8), 20) == (
+        9,
+        8,
+    )
+    assert positions.step(row, ("eagle-code", 8), 3) == (3, 2)  # an answer's end leaves room for two and the last one
+    assert positions.step(row | {"position": 0}, ("eagle-code", 8), 20) == (1, 0)
+    with pytest.raises(ValueError, match="expected gamma up to 8, .* got 9"):
+        positions.step(row, ("n-gram", 9), 20)
+
+
 def test_no_choice_beats_the_best_path(answers):
     for rows in answers.values():
         seconds, path = positions.best_path(rows, ARMS, price)
@@ -54,6 +66,7 @@ def test_no_choice_beats_the_best_path(answers):
 def test_a_policy_learns_tokens_per_second_behind_the_first_step(answers):
     class Counts(fs.FixedArm):
         def update(self, arm, reward, feedback=None):
+            assert feedback.num_rejected == (feedback.num_accepted < feedback.num_draft_tokens)
             told.append((arm, reward, feedback.context, feedback.num_accepted))
 
     told = []

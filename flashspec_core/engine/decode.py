@@ -227,7 +227,7 @@ class Run:
             positions = torch.tensor([len(row.ids) for row in rows], device=device)
         elif not greedy:
             seeds = step_seeds(seeds, self.num_steps)
-        draft = self._draft(arm, context, samplings, DraftNoise(seeds, positions, max(1, arm.gamma)), rows)
+        draft = self._draft(arm, context, samplings, DraftNoise(seeds, positions, min(4, max(1, arm.gamma))), rows)
         drafted = time.perf_counter()
 
         shown = draft.token_ids.tolist()
@@ -328,7 +328,8 @@ class Run:
         drafted, accepted = sum(r.num_draft_tokens for r in records), sum(r.num_accepted for r in records)
         by_time, knows = self.options.reward == "tokens_per_second", self.num_steps and seconds is not None
         if by_time and knows:
-            self.fastest = max(self.fastest, *(len(record.token_ids) / seconds for record in records))
+            known = self.fastest, getattr(self.policy, "fastest", 0.0)  # another call may have seen a faster one
+            self.fastest = max(*known, *(len(record.token_ids) / seconds for record in records))
             self.policy.fastest = self.fastest
         for record in records:
             if not by_time:

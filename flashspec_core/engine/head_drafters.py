@@ -156,10 +156,10 @@ def load_drafter(name: str, target):
 
     Args:
         name: "eagle-chat", "eagle-code", "eagle-mixed" or "medusa-mixed" (for smollm2-135m), or a .safetensors path;
-            "default": n-grams up to 8 tokens, and where they find nothing four of "eagle-mixed"; n-grams alone for
-            other targets.
+            "default": n-grams up to 8 tokens, and where they find nothing four of "eagle-mixed", for an Arm of gamma
+            8; on CUDA that head alone, which captured steps take; n-grams alone for other targets.
         target: what `load_target` returns.
-    Returns: An EagleDrafter or a MedusaDrafter; for "default" a CascadeDrafter or an NGramDrafter.
+    Returns: An EagleDrafter or a MedusaDrafter; for "default" a CascadeDrafter or an NGramDrafter too.
     Raises:
         OSError: no such head.
         ValueError: it was made for another target.
@@ -168,7 +168,8 @@ def load_drafter(name: str, target):
         lookup = NGramDrafter()
         if target.name != "smollm2-135m":
             return lookup
-        return CascadeDrafter(Arm(lookup, 8), Arm(load_drafter("eagle-mixed", target), 4))
+        head = load_drafter("eagle-mixed", target)
+        return head if target.device.type == "cuda" else CascadeDrafter(Arm(lookup, 8), Arm(head, 4))
     path = WEIGHTS / f"{name}.safetensors"
     if not path.exists():
         path = Path(name).expanduser()

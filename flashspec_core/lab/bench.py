@@ -260,7 +260,8 @@ def compare_decode(target, arms, prompts: dict, max_new_tokens: int = 48, repeat
         for name, times in seconds.items():
             out = outputs[domain][name]
             count = len(getattr(out, "token_ids", out))
-            cells = dict(mode="eager", batch=1, temperature=0, domain=domain, **model_cells(target))
+            mode = "graph" if getattr(out, "mode", "") == "captured" else "eager"
+            cells = dict(mode=mode, batch=1, temperature=0, domain=domain, **model_cells(target))
             cells |= dict(method="token" if name == "flashspec_core" else "plain")
             rows.append(row("decode", name, "tokens_per_second", "1/s", [count / t for t in times], **cells))
     return rows, outputs

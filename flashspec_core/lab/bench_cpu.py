@@ -152,7 +152,8 @@ def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.MEASURED, 
     """
     rows = []
     for domain, texts in prompts.items():
-        inputs = [torch.tensor(encode_prompts(target, workloads.chat_messages(text))[0]) for text in texts]
+        ids = [encode_prompts(target, workloads.chat_messages(text))[0] for text in texts]
+        inputs = [torch.tensor(each, device=target.device) for each in ids]
         for temperature in TEMPERATURES:
             speeds, outs = [[] for _ in ways], [[] for _ in ways]
             for number, ids in enumerate(inputs):

@@ -33,7 +33,7 @@ def score(target, prompts: dict, heads: dict, num_tokens: int = 64, batch: int =
     """What each drafter would have got at each position of the greedy answers.
 
     Rule: at a position a drafter's score is how many of its first tokens are those that the answer goes on with; a head
-    reads the target's own states up to there, as in decoding, and none before the answer's second id.
+    reads the target's own states up to there. At an answer's first position it cannot draft yet: `step` sees to that.
 
     Args:
         target: what `load_target` returns, in float32.
@@ -41,7 +41,8 @@ def score(target, prompts: dict, heads: dict, num_tokens: int = 64, batch: int =
         heads: {name: a drafter with a head}.
         num_tokens, batch: of the answers; prompts at a time.
         report: called with a line a domain.
-    Returns: Rows with FIELDS: entropy is that of the target's law at temperature 1 behind the position, in nats.
+    Returns: Rows with FIELDS: entropy is that of the target's law at temperature 1 behind the position, in nats;
+        repeats: the last three ids stood before; proposed: ids that n-grams put forward.
     """
     rows = []
     for domain, texts in prompts.items():
@@ -132,6 +133,9 @@ def step(row: dict, arm: tuple, left: int) -> tuple[int, int]:
     Returns: ids that it emits, ids that it drafts.
     """
     name, gamma = arm
+    if gamma > MOST:
+        raise ValueError(f"expected gamma up to {MOST}, which is what the log looks at, got {gamma}")
+    gamma = min(gamma, 4) if name == "medusa-mixed" else gamma  # its depth
     drafted = 0 if name is None or (name in HEADS and not row["position"]) else min(gamma, max(0, left - 1))
     drafted = min(drafted, row["proposed"]) if name == "n-gram" else drafted
     return min(row[name] if drafted else 0, drafted) + 1, drafted
@@ -158,7 +162,11 @@ def play(answers, arms, cost, policy, context=None) -> Played:
             took = cost(arms[arm], drafted)
             if at:  # as in the engine: the first step reads the prompt
                 fastest = max(fastest, emitted / took)
-                policy.update(arm, emitted / took / fastest, Feedback(count, drafted, emitted - 1, context=told))
+                policy.update(
+                    arm,
+                    emitted / took / fastest,
+                    Feedback(count, drafted, emitted - 1, int(emitted <= drafted), context=told),
+                )
             at, seconds, count = at + emitted, seconds + took, count + 1
             chosen.append(arm)
         played.seconds.append(seconds)
