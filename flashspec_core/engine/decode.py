@@ -150,7 +150,6 @@ class Run:
         if o.capture and self.why_eager:
             raise ValueError(f"expected what can be captured, got: {self.why_eager}; see capture=None")
         self.num_steps, self.workspaces, self.checked = 0, {}, set()
-        self.fastest = getattr(self.policy, "fastest", 0.0)  # one that serves many texts measures all by one scale
 
     def _why_eager(self) -> str | None:
         """Why no step is captured, or None."""
@@ -227,7 +226,7 @@ class Run:
             positions = torch.tensor([len(row.ids) for row in rows], device=device)
         elif not greedy:
             seeds = step_seeds(seeds, self.num_steps)
-        draft = self._draft(arm, context, samplings, DraftNoise(seeds, positions, min(4, max(1, arm.gamma))), rows)
+        draft = self._draft(arm, context, samplings, DraftNoise(seeds, positions, min(4, arm.gamma)), rows)
         drafted = time.perf_counter()
 
         shown = draft.token_ids.tolist()
@@ -327,15 +326,15 @@ class Run:
         num_rejected = sum(r.num_accepted < r.num_draft_tokens for r in records)
         drafted, accepted = sum(r.num_draft_tokens for r in records), sum(r.num_accepted for r in records)
         by_time, knows = self.options.reward == "tokens_per_second", self.num_steps and seconds is not None
+        fastest = getattr(self.policy, "fastest", 0.0)  # kept there: one that serves many texts has one scale
         if by_time and knows:
-            known = self.fastest, getattr(self.policy, "fastest", 0.0)  # another call may have seen a faster one
-            self.fastest = max(*known, *(len(record.token_ids) / seconds for record in records))
-            self.policy.fastest = self.fastest
+            fastest = max(fastest, *(len(record.token_ids) / seconds for record in records))
+            self.policy.fastest = fastest
         for record in records:
             if not by_time:
                 record.reward = record.accepted_fraction
-            elif self.fastest and knows:
-                record.reward = len(record.token_ids) / seconds / self.fastest
+            elif fastest and knows:
+                record.reward = len(record.token_ids) / seconds / fastest
         early = self.layers and not self.num_steps  # heads cannot draft in the first step
         if not (early or (by_time and not knows)):
             feedback = Feedback(self.num_steps, drafted, accepted, num_rejected, None, told)

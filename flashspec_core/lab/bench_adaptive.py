@@ -18,10 +18,10 @@ from scipy import stats
 from flashspec_core.bandits import UCB1, DiscountedUCB, ThompsonSampling
 from flashspec_core.engine.contexts import InCode, Repeats, Together
 from flashspec_core.engine.decode import generate
-from flashspec_core.engine.drafters import CascadeDrafter, NGramDrafter
-from flashspec_core.engine.head_drafters import load_drafter
+from flashspec_core.engine.drafters import CascadeDrafter
 from flashspec_core.engine.models import load_target
 from flashspec_core.lab import bench, workloads
+from flashspec_core.lab.bench_cpu import GAMMAS, own_arms
 from flashspec_core.policies import Contextual, FixedArm, Preferring
 from flashspec_core.records import Arm, Sampling
 
@@ -50,31 +50,24 @@ class Way:
     chosen: list = field(default_factory=list)
 
 
-def fixed_arms(target) -> dict[str, Arm]:
-    """What there is to choose from. Args: target: SmolLM2, as `load_target` returns it."""
-    heads = {"eagle-chat": 3, "eagle-code": 6, "eagle-mixed": 4}
-    arms = {"off": Arm(None), "n-gram": Arm(NGramDrafter(), 8)}
-    return arms | {name: Arm(load_drafter(name, target), gamma) for name, gamma in heads.items()}
-
-
 def ways(target) -> list[Way]:
     """Each arm alone, n-grams with a head behind them, the seed's two policies, and this suite's.
 
-    Args: target: see fixed_arms.
+    Args: target: SmolLM2, as `load_target` returns it.
     """
-    arms = fixed_arms(target)
-    own, count, names = list(arms.values()), len(arms), list(arms)
+    arms = own_arms(target, {name: gamma for name, gamma in GAMMAS.items() if name != "medusa-mixed"})
+    own, count = list(arms.values()), len(arms)
+    drafting = own[1:]  # n-grams, then heads
     both = CascadeDrafter(arms["n-gram"], arms["eagle-mixed"])
-    lookup, heads = names.index("n-gram"), [arm for name, arm in arms.items() if name != "off"]
-    every = lambda: Contextual(DiscountedUCB(count, discount=0.998, xi=0.005))  # noqa: E731
-    best = lambda: Preferring(lookup - 1, DiscountedUCB(len(heads) - 1, discount=0.99, xi=0.01))  # noqa: E731
+    contextual = lambda: Contextual(DiscountedUCB(count, discount=0.998, xi=0.005))  # noqa: E731
+    lookup_first = lambda: Preferring(0, DiscountedUCB(len(drafting) - 1, discount=0.99, xi=0.01))  # noqa: E731
     return [
         *(Way(name, [arm]) for name, arm in arms.items()),
         Way(both.name, [Arm(both, 8)]),
         Way("UCB1 on accepted fraction", own, lambda: UCB1(count), reward="accepted_fraction"),
         Way("Thompson on accepted fraction", own, lambda: ThompsonSampling(count), reward="accepted_fraction"),
-        Way("contextual UCB", own, every, Together(InCode(), Repeats(2))),
-        Way("lookup first, else UCB over heads", heads, best, Together(Repeats(2), lambda rows: None)),
+        Way("contextual UCB", own, contextual, Together(InCode(), Repeats(2))),
+        Way("lookup first, else UCB over heads", drafting, lookup_first, Together(Repeats(2), lambda rows: None)),
     ]
 
 

@@ -38,13 +38,21 @@ class Way:
     note: str = ""
 
 
-def own_ways(target, gammas=GAMMAS) -> list[Way]:
-    """Plain decoding, n-grams, each head, and n-grams with the last head behind them, as rows of this package.
+def own_arms(target, gammas=GAMMAS) -> dict[str, Arm]:
+    """Plain decoding, n-grams and each head, by name.
 
     Args: target: what `load_target` returns; gammas: {name of a head: drafted tokens}.
     """
     arms = {"off": Arm(None), "n-gram": Arm(NGramDrafter(), 8)}
-    arms |= {name: Arm(load_drafter(name, target), gamma) for name, gamma in gammas.items()}
+    return arms | {name: Arm(load_drafter(name, target), gamma) for name, gamma in gammas.items()}
+
+
+def own_ways(target, gammas=GAMMAS) -> list[Way]:
+    """Each of `own_arms`, and n-grams with the last head behind them, as rows of this package.
+
+    Args: target, gammas: see own_arms.
+    """
+    arms = own_arms(target, gammas)
     both = CascadeDrafter(arms["n-gram"], list(arms.values())[-1])
     arms[both.name] = Arm(both, 8)
 

@@ -24,8 +24,8 @@ from flashspec_core.engine.models import load_target
 from flashspec_core.lab import distill, workloads
 from flashspec_core.records import Arm, Feedback
 
-HEADS = ("medusa-mixed", "eagle-chat", "eagle-code", "eagle-mixed")
 MOST = 8  # tokens that are looked at behind a position
+HEADS = {"medusa-mixed": 4, "eagle-chat": MOST, "eagle-code": MOST, "eagle-mixed": MOST}  # how far each drafts
 FIELDS = ("domain", "prompt", "position", "in_code", "repeats", "entropy", "proposed", "n-gram", *HEADS)
 
 
@@ -66,8 +66,7 @@ def _positions(target, heads, prompt, answer) -> list[dict]:
     for name, drafter in heads.items():
         head = drafter.head
         features = torch.cat([seen[layer] for layer in head.config.layers], -1)
-        depth = min(MOST, head.config.depth) if head.config.kind == "medusa" else MOST
-        said = [head.vocab_ids[x[0].argmax(-1)] for x in distill.unrolled(head, whole, features, depth)]
+        said = [head.vocab_ids[x[0].argmax(-1)] for x in distill.unrolled(head, whole, features, HEADS[name])]
         scores[name] = [[bool(s[c - 2] == ids[c + k]) for k, s in enumerate(said) if c + k < len(ids)] for c in
                         range(start, len(ids))]  # fmt: skip
     finder, code, repeats, rows = NGramDrafter(), InCode(), Repeats(), []
@@ -135,7 +134,7 @@ def step(row: dict, arm: tuple, left: int) -> tuple[int, int]:
     name, gamma = arm
     if gamma > MOST:
         raise ValueError(f"expected gamma up to {MOST}, which is what the log looks at, got {gamma}")
-    gamma = min(gamma, 4) if name == "medusa-mixed" else gamma  # its depth
+    gamma = min(gamma, HEADS.get(name, MOST))
     drafted = 0 if name is None or (name in HEADS and not row["position"]) else min(gamma, max(0, left - 1))
     drafted = min(drafted, row["proposed"]) if name == "n-gram" else drafted
     return min(row[name] if drafted else 0, drafted) + 1, drafted
