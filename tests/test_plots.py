@@ -77,6 +77,9 @@ def test_kernel_figures_show_what_is_stored():
     for word in ("V = 32,000", "V = 128,256", "vllm-0.32", "flashspec_core", "torch-compiled", "bytes"):
         assert word in shown
     assert "accept and recover" in labels(plots.parts_figure(rows, gamma=8))
+    panels = plots.parts_figure(bench.read_rows(bench.RESULTS / "kernels.csv")).axes
+    seen = [(axes.get_ylim()[0], y) for axes in panels for line in axes.lines for y in line.get_ydata()]
+    assert len(seen) > 27 and all(lowest <= y for lowest, y in seen)  # net times below zero are shown too
     few = plots.skip_figure(np.array([0.5, 2.0, 0.1]), np.array([0.4, 1.5, 0.1]), 1.5)
     assert "cannot win: 2 ids" in labels(few) and "looked at: 1 ids" in labels(few)
 
