@@ -19,7 +19,7 @@ from flashspec_core.records import Draft
 from flashspec_core.verify import decide, kernels
 
 AHEAD = 2  # steps that are on their way at most
-STRIDES = (512, 64, 8)  # ids a row that a pass over many reads
+STRIDES = {8: 8, 64: 128}  # ids a row that a pass over many reads, and for how many missing ones; else 512
 STATIONS = 8  # kept a target: each holds a cache and its graphs
 LANES = 8  # drafters that a station keeps
 LONG = 64  # ids that a row must still want, that going on with fewer rows pays
@@ -109,12 +109,11 @@ class Station:
             self.states[layer].scatter_(1, at[..., None].expand_as(state), state)
 
     def _catch_up(self, name, function, missing: int):
-        """Passes of many ids until nothing is missing."""
-        count = 0
-        while count < missing:
-            stride = next((s for s in STRIDES if s <= missing - count), STRIDES[-1])
+        """Passes of many ids until nothing is missing; what they read beyond that is overwritten."""
+        while missing > 0:
+            stride = next((s for s, most in STRIDES.items() if missing <= most), 512)
             self.replay(("catch up", name, stride), lambda s=stride: function(s))
-            count += stride
+            missing -= stride
 
     def lane(self, drafter):
         """The drafter's side of the step, made at its first call."""

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn import functional as F
-
 from flashspec_core.engine.kv_cache import KVCache, check_can_roll_back
 from flashspec_core.engine.layer_kernels import Places, gate, norm
+from flashspec_core.engine.products import by_weight, product
 
 DIMS = (16, 32, 64, 128)  # widths of a head that the kernels take
 KINDS = {"llama", "mistral", "qwen2", "qwen3"}
@@ -55,12 +54,13 @@ class FusedModel:
                     norm=layer.input_layernorm.weight,
                     qkv=joined(attention.q_proj, attention.k_proj, attention.v_proj),
                     norms=[getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")],
-                    out=attention.o_proj,
+                    out=product(attention.o_proj),
                     mlp_norm=layer.post_attention_layernorm.weight,
                     gate_up=joined(mlp.gate_proj, mlp.up_proj),
-                    down=mlp.down_proj,
+                    down=product(mlp.down_proj),
                 )
             )
+        self.output = product(model.get_output_embeddings())
         self.places = Places(config.num_attention_heads, config.num_key_value_heads, self.dim)
 
     def angles(self, capacity: int):
@@ -102,7 +102,7 @@ class FusedModel:
     @torch.inference_mode()
     def logits(self, states):
         """[..., vocab]. Args: states: [..., hidden], from `states`."""
-        return self.model.get_output_embeddings()(states)
+        return self.output(states.flatten(0, -2)).view(*states.shape[:-1], -1)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """A KVCache of a fixed size, all zeros. Args: batch, capacity: rows, and tokens a row."""
@@ -130,7 +130,7 @@ def joined(*linears):
             for module, part in zip(linears, whole.split(sizes), strict=True):
                 module.weight.data = part
         _JOINED[first] = whole, bias
-    return lambda x: F.linear(x, whole, bias)
+    return lambda x: by_weight(x, whole, bias)
 
 
 def _head_dim(config) -> int:

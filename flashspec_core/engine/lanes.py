@@ -11,6 +11,7 @@ from flashspec_core.engine.drafters import EarlyExitDrafter, ModelDrafter, NGram
 from flashspec_core.engine.fused import DIMS, FusedModel, why_not
 from flashspec_core.engine.head_drafters import EagleDrafter, MedusaDrafter, drawn
 from flashspec_core.engine.layer_kernels import Places, gate, ngrams, norm
+from flashspec_core.engine.products import by_weight, product
 from flashspec_core.records import Draft
 from flashspec_core.verify import draw_draft
 
@@ -158,6 +159,9 @@ class EagleLane(HeadLane):
         super().__init__(drafter, station)
         config = self.head.config
         self.places = Places(config.num_heads, config.num_kv_heads, self.head.head_dim)
+        self.qkv, self.out, self.gate_up, self.down = (
+            product(getattr(self.head, name)) for name in ("qkv", "out", "gate_up", "down")
+        )
         angles = torch.arange(station.capacity, device=station.lengths.device)[:, None] * self.head.frequencies
         self.places.set_angles(angles.cos().to(self.head.rows.dtype), angles.sin().to(self.head.rows.dtype))
         shape = station.batch, config.num_kv_heads, station.capacity, self.head.head_dim
@@ -180,7 +184,8 @@ class EagleLane(HeadLane):
         else:
             starts = (lengths - 2 - gamma).clamp_min(0)
             self._own = gathered(self._read(starts, gamma + 1), lengths - 2 - starts, 1)  # an id alone: it guesses
-        return self.head.logits(norm(self._own[:, 0], None, self.head.last_norm.weight, self.head.config.eps)[1])
+        _, normed = norm(self._own[:, 0], None, self.head.last_norm.weight, self.head.config.eps)
+        return by_weight(normed, self.head.rows)
 
     def after(self, before, lengths):
         """Entries of own output are made anew. Args: before, lengths: [batch] committed ids."""
@@ -196,9 +201,9 @@ class EagleLane(HeadLane):
         x = head.start(ids, features)
         shape, x = x.shape, x.flatten(0, 1)
         _, normed = norm(x, None, head.attention_norm.weight, eps)
-        attended = self.places.attend(head.qkv(normed), starts, self.keys, self.values, shape[1])
-        x, normed = norm(x, head.out(attended), head.mlp_norm.weight, eps)
-        return (x + head.down(gate(head.gate_up(normed)))).view(shape)
+        attended = self.places.attend(self.qkv(normed), starts, self.keys, self.values, shape[1])
+        x, normed = norm(x, self.out(attended), head.mlp_norm.weight, eps)
+        return (x + self.down(gate(self.gate_up(normed)))).view(shape)
 
 
 LANES = {
