@@ -26,11 +26,11 @@ from flashspec_core.engine import layer_kernels as k
 from flashspec_core.verify import kernel_step
 types = dict.fromkeys("parts sums bits".split(), "*fp32") | {"arrived": "*i32", "eps": "fp32", "scale": "fp32"}
 types |= dict.fromkeys("starts tokens lengths row_seeds step seeds".split(), "*i64")
-small = dict(GROUP=8, ROWS=16, BLOCK=64, DIM=64)
+small = dict(GROUP=8, ROWS=16, BLOCK=64, DIM=64, EARLY=False)
 cases = [
-    (k.norm_kernel, dict(ADDS=True, BLOCK=4096), 4),
-    (k.gate_kernel, dict(BLOCK=1024), 4),
-    (k.rotary_kernel, dict(NORMED=True, HALF=64), 1),
+    (k.norm_kernel, dict(ADDS=True, BLOCK=4096, EARLY=False), 4),
+    (k.gate_kernel, dict(BLOCK=1024, EARLY=False), 4),
+    (k.rotary_kernel, dict(NORMED=True, HALF=64, EARLY=False), 1),
     (k.attention_kernel, small, 4),
     (k.ngram_kernel, dict(MOST=16, GAMMA=8, BLOCK=512), 4),
     (kernel_step._noise_kernel, dict(GAMMA=8), 4),

@@ -52,7 +52,7 @@ def test_on_a_gpu_it_is_as_near_as_the_library(size, outs):
 COMPILE = """
 from compiled import build
 from flashspec_core.engine import products as k
-constants = dict(HAS_BIAS=False, WHOLE=True, ROWS=16, OUTS=16, BLOCK=256, STAGES=4)
+constants = dict(HAS_BIAS=False, WHOLE=True, ROWS=16, OUTS=16, BLOCK=256, STAGES=4, EARLY=False)
 out = [build(k.product_kernel, constants, {}, capability, 4, "bf16") for capability in (80, 90, 100)]
 """
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from flashspec_core.engine.layer_kernels import _begin, begins_early
+
 FEW = 16  # rows, the least that matrix units take
 
 
@@ -29,8 +31,10 @@ def product_kernel(
     OUTS: tl.constexpr,  # that a program makes
     BLOCK: tl.constexpr,  # of size, at a time
     STAGES: tl.constexpr,  # blocks on their way
+    EARLY: tl.constexpr,
 ):
     """Some outputs of all rows."""
+    _begin(EARLY)
     o, r, k = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.arange(0, ROWS), tl.arange(0, BLOCK)
     weights = weight_ptr + o.to(tl.int64)[:, None] * size + k[None, :]
     inputs = x_ptr + r[None, :] * size + k[:, None]
@@ -50,18 +54,23 @@ def product_kernel(
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=(r < rows)[None, :] & (o < outs)[:, None])
 
 
+def sizes(size: int, outs: int) -> tuple[int, int, int, int]:
+    """How a product is cut. Args: size, outs: of its weight. Returns: OUTS, BLOCK, warps and STAGES of the kernel."""
+    return 16, 256, 4, 4
+
+
 def few_rows(x, weight, bias=None):
     """The kernel. Args: x: [rows, size], at most FEW rows; weight: [outs, size]; bias: [outs] or None.
 
     Returns: [rows, outs], summed in float32.
     """
     (rows, size), outs = x.shape, len(weight)
-    out = x.new_empty(rows, outs)
-    width, block, warps, stages = 16, 256, 4, 4
+    out, early = x.new_empty(rows, outs), begins_early(x)
+    width, block, warps, stages = sizes(size, outs)
     whole = size % block == 0 and outs % width == 0
     product_kernel[triton.cdiv(outs, width),](
         x, weight, weight if bias is None else bias, out, rows, size, outs, bias is not None, whole, FEW, width, block,
-        stages, num_warps=warps,
+        stages, early, num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return out
 
