@@ -1,5 +1,6 @@
 """lab/bench_adaptive.py: rows of a small stream are what its times say, and policies live through the stream."""
 
+import os
 from collections import Counter
 
 import numpy as np
@@ -60,3 +61,23 @@ def test_gains_and_regret_follow_from_the_times(smollm2):
     assert value("off", "regret") == pytest.approx(2 / 3) and value("UCB1", "regret") == pytest.approx(1 / 3)
     assert value("UCB1", "gain") == pytest.approx(5 / 4 - 1) and value("off", "gain") == 0
     assert value("UCB1", "share_of_oracle") == pytest.approx((5 / 4 - 1) / (5 / 3 - 1))
+
+
+def test_a_rule_over_several_drafters_is_no_arm(smollm2):
+    ways = make_ways()
+    ways[1].rule = True
+    for way, times in zip(ways, ([2.0] * 3, [1.0] * 3, [1.5] * 3), strict=True):
+        way.seconds, way.chosen = [times], [[Counter(off=1)] * 3]
+    rows = bench_adaptive.rows_of(smollm2, ways, [STREAM], 0.0, "tiny")
+    assert [r["note"] for r in bench.pick(rows, metric="best_fixed")] == ["off"]
+    assert bench.median(rows, note="n-gram", metric="gain") == pytest.approx(1.0)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are shared out on Linux alone")
+def test_repeats_side_by_side_give_rows_of_all(tmp_path, smollm2):
+    path, names = tmp_path / "rows.csv", ["off", "n-gram"]
+    small = ["--block", "1", "--blocks", "1", "--repeats", "2", "--tokens", "4", "--domains", "chat"]
+    bench_adaptive.main([str(path), "--dtype", "float32", "--ways", *names, "--side-by-side", *small])
+    rows = bench.read_rows(path)
+    speeds = bench.pick(rows, metric="tokens_per_second")
+    assert {r["note"] for r in speeds} == {*names, "oracle by block"} and {r["num_repeats"] for r in speeds} == {"2"}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import torch
+
 from flashspec_core.engine.kv_cache import KVCache, check_can_roll_back
 from flashspec_core.engine.layer_kernels import Places, gate, norm
 from flashspec_core.engine.products import by_weight, product

@@ -33,7 +33,18 @@ def _normed(x, weight, size, eps, dtype):
 
 
 @triton.jit
-def norm_kernel(x_ptr, more_ptr, weight_ptr, sum_ptr, out_ptr, size, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def norm_kernel(
+    x_ptr,
+    more_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    size,
+    eps,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """A row's norm; ADDS: of x + more, which is kept in sum. x, more, sum, out: [rows, size]."""
     _begin(EARLY)
     at = tl.arange(0, BLOCK)

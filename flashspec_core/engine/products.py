@@ -56,7 +56,7 @@ def product_kernel(
 
 def sizes(size: int, outs: int) -> tuple[int, int, int, int]:
     """How a product is cut. Args: size, outs: of its weight. Returns: OUTS, BLOCK, warps and STAGES of the kernel."""
-    return 16, 256, 4, 4
+    return (64, 128, 4, 6) if size >= 1024 else (16, 128, 2, 6)
 
 
 def few_rows(x, weight, bias=None):

@@ -7,12 +7,16 @@ those in no time). It leaves out the streams (workloads.py) and the policies.
 from __future__ import annotations
 
 import argparse
+import copy
+import multiprocessing
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from scipy import stats
 
 from flashspec_core.bandits import UCB1, DiscountedUCB, ThompsonSampling
@@ -38,6 +42,7 @@ class Way:
         arms: Arms.
         policy: f() -> a new policy, or None: one arm.
         context, reward: see generate.
+        rule: one arm that is several drafters by a fixed rule: shown beside the others, no arm that policies choose.
         seconds, chosen: of each repeat a list an answer: its time; a Counter of arms' names.
     """
 
@@ -46,6 +51,7 @@ class Way:
     policy: Callable | None = None
     context: object = None
     reward: str = "tokens_per_second"
+    rule: bool = False
     seconds: list = field(default_factory=list)
     chosen: list = field(default_factory=list)
 
@@ -60,14 +66,15 @@ def ways(target) -> list[Way]:
     drafting = own[1:]  # n-grams, then heads
     both = CascadeDrafter(arms["n-gram"], arms["eagle-mixed"])
     contextual = lambda: Contextual(DiscountedUCB(count, discount=0.998, xi=0.005))  # noqa: E731
-    lookup_first = lambda: Preferring(0, DiscountedUCB(len(drafting) - 1, discount=0.99, xi=0.01))  # noqa: E731
+    heads = Contextual(DiscountedUCB(len(drafting) - 1, discount=0.998, xi=0.01))
+    lookup_first = lambda: Preferring(0, copy.deepcopy(heads))  # noqa: E731
     return [
         *(Way(name, [arm]) for name, arm in arms.items()),
-        Way(both.name, [Arm(both, 8)]),
+        Way(both.name, [Arm(both, 8)], rule=True),
         Way("UCB1 on accepted fraction", own, lambda: UCB1(count), reward="accepted_fraction"),
         Way("Thompson on accepted fraction", own, lambda: ThompsonSampling(count), reward="accepted_fraction"),
         Way("contextual UCB", own, contextual, Together(InCode(), Repeats(2))),
-        Way("lookup first, else UCB over heads", drafting, lookup_first, Together(Repeats(2), lambda rows: None)),
+        Way("lookup first, else contextual UCB over heads", drafting, lookup_first, Together(Repeats(2), InCode())),
     ]
 
 
@@ -96,15 +103,15 @@ def rows_of(target, ways, streams, temperature: float, name: str) -> list[dict]:
     """What the repeats say: speed, gain over the best fixed arm, the oracle's share, regret, and arms by domain.
 
     Rule: seconds are a token's, an answer at a time, so that each answer counts alike; the best fixed arm is the one
-    whose sum over all repeats is least; the oracle takes in each block of a stream the arm that was fastest there.
-    Gains are paired by repeat, with 95 % bands of Student's t: over times and orders, for the prompts are the same.
+    drafter whose sum over all repeats is least; the oracle takes in each block of a stream the arm that was fastest there.
+    Gains are paired by repeat, with 95 % bands of Student's t over times and orders: the prompts are the same.
 
     Args: target; ways: after `run`; streams: one a repeat; temperature; name: of the kind of stream.
     """
     cells = dict(temperature=temperature, **bench.model_cells(target))
     if target.device.type == "cpu":
         cells["device"] = bench.cpu_name()
-    fixed = [way for way in ways if way.policy is None]
+    fixed = [way for way in ways if way.policy is None and not way.rule]
     sums = {way.name: np.array([np.sum(seconds) for seconds in way.seconds]) for way in ways}
     best = min(fixed, key=lambda way: sums[way.name].sum()).name
     oracle = np.array([_oracle(fixed, i, stream) for i, stream in enumerate(streams)])
@@ -147,6 +154,28 @@ def _oracle(fixed, repeat: int, stream) -> float:
     return sum(min(sum(way.seconds[repeat][a:b]) for way in fixed) for a, b in blocks)
 
 
+def warm(target, ways, temperature: float) -> None:
+    """Every arm of every way once: kernels, graphs, threads and caches are there before anything counts.
+
+    Args: target; ways; temperature.
+    """
+    for way in ways:
+        for i in range(len(way.arms)):
+            options = dict(policy=FixedArm(i, len(way.arms)), sampling=Sampling(temperature))
+            generate(target, way.arms, "Warm up.", max_new_tokens=8, **options)
+
+
+def _alone(o, number: int, stream, cores) -> list[tuple]:
+    """One repeat in a process of its own, on cores of its own. Returns: seconds and choices of each way."""
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    target = load_target(dtype=o.dtype, device=o.device)
+    chosen = [way for way in ways(target) if not o.ways or way.name in o.ways]
+    warm(target, chosen, o.temperature)
+    run(target, chosen, stream, o.tokens, o.temperature, number)
+    return [(way.seconds, way.chosen) for way in chosen]
+
+
 def main(arguments=None) -> None:
     """python -m flashspec_core.lab.bench_adaptive FILE. Args: arguments: a list, or None: the command's."""
     parser = argparse.ArgumentParser(
@@ -162,6 +191,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--ways", nargs="+", help="names; default: all")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--side-by-side", action="store_true", help="Linux: repeats at the same time, cores shared out")
     o = parser.parse_args(arguments)
     target = load_target(dtype=o.dtype, device=o.device)
     every = ways(target)
@@ -172,13 +202,21 @@ def main(arguments=None) -> None:
     every = [way for way in every if not o.ways or way.name in o.ways]
     if all(way.policy for way in every):
         parser.error("--ways needs a fixed arm among them, to compare with")
-    for way in every:  # kernels, graphs, threads and caches are warm before anything counts
-        for i in range(len(way.arms)):
-            options = dict(policy=FixedArm(i, len(way.arms)), sampling=Sampling(o.temperature))
-            generate(target, way.arms, "Warm up.", max_new_tokens=8, **options)
-    for seed, stream in enumerate(streams):
-        run(target, every, stream, o.tokens, o.temperature, seed)
-        print(f"repeat {seed}: " + ", ".join(f"{w.name} {1 / np.mean(w.seconds[-1]):.1f}" for w in every), flush=True)
+    if o.side_by_side:
+        cores = sorted(os.sched_getaffinity(0))
+        each = max(1, len(cores) // o.repeats)
+        jobs = [(o, i, stream, cores[i * each : (i + 1) * each]) for i, stream in enumerate(streams)]
+        with multiprocessing.get_context("spawn").Pool(o.repeats) as pool:
+            for found in pool.starmap(_alone, jobs, chunksize=1):
+                for way, (seconds, chosen) in zip(every, found, strict=True):
+                    way.seconds, way.chosen = way.seconds + seconds, way.chosen + chosen
+    else:
+        warm(target, every, o.temperature)
+        for number, stream in enumerate(streams):
+            run(target, every, stream, o.tokens, o.temperature, number)
+            print(f"repeat {number} of {o.repeats}", flush=True)
+    for way in every:
+        print(f"{way.name}: " + ", ".join(f"{1 / np.mean(seconds):.1f}" for seconds in way.seconds), flush=True)
     name = "changing" if len(o.domains) > 1 else f"stationary {o.domains[0]}"
     bench.append_rows(rows_of(target, every, streams, o.temperature, name), o.file)
 
