@@ -102,8 +102,8 @@ def run(target, ways, stream, num_tokens: int, temperature: float, seed: int = 0
 def rows_of(target, ways, streams, temperature: float, name: str) -> list[dict]:
     """What the repeats say: speed, gain over the best fixed arm, the oracle's share, regret, and arms by domain.
 
-    Rule: seconds are a token's, an answer at a time, so that each answer counts alike; the best fixed arm is the one
-    drafter whose sum over all repeats is least; the oracle takes in each block of a stream the arm that was fastest there.
+    Rule: seconds are a token's, an answer at a time, so that each answer counts alike; the best fixed arm is the
+    drafter whose sum over all repeats is least; the oracle takes in each block of a stream the arm fastest there.
     Gains are paired by repeat, with 95 % bands of Student's t over times and orders: the prompts are the same.
 
     Args: target; ways: after `run`; streams: one a repeat; temperature; name: of the kind of stream.
