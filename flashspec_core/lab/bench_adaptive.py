@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import multiprocessing
 import os
 import time
@@ -24,13 +25,14 @@ from flashspec_core.engine.contexts import InCode, Repeats, Together
 from flashspec_core.engine.decode import generate
 from flashspec_core.engine.drafters import CascadeDrafter
 from flashspec_core.engine.models import load_target
-from flashspec_core.lab import bench, workloads
+from flashspec_core.lab import bench, positions, throughput, workloads
 from flashspec_core.lab.bench_cpu import GAMMAS, own_arms
 from flashspec_core.policies import Contextual, FixedArm, Preferring
 from flashspec_core.records import Arm, Sampling
 
 TUNED_ON = 10  # prompts a domain that settings were chosen on; measured are those behind them
 DOMAINS = ("chat", "code", "copy-edit")
+LOOKUP_FIRST = "lookup first, else contextual UCB over heads"
 
 
 @dataclass
@@ -56,12 +58,13 @@ class Way:
     chosen: list = field(default_factory=list)
 
 
-def ways(target) -> list[Way]:
+def ways(target, **gammas) -> list[Way]:
     """Each arm alone, n-grams with a head behind them, the seed's two policies, and this suite's.
 
-    Args: target: SmolLM2, as `load_target` returns it.
+    Args: target: SmolLM2, as `load_target` returns it; gammas: drafted tokens of an arm, where not as in bench_cpu.py.
     """
     arms = own_arms(target, {name: gamma for name, gamma in GAMMAS.items() if name != "medusa-mixed"})
+    arms |= {name: Arm(arms[name].drafter, gamma) for name, gamma in gammas.items()}
     own, count = list(arms.values()), len(arms)
     drafting = own[1:]  # n-grams, then heads
     both = CascadeDrafter(arms["n-gram"], arms["eagle-mixed"])
@@ -70,33 +73,54 @@ def ways(target) -> list[Way]:
     lookup_first = lambda: Preferring(0, copy.deepcopy(heads))  # noqa: E731
     return [
         *(Way(name, [arm]) for name, arm in arms.items()),
-        Way(both.name, [Arm(both, 8)], rule=True),
+        Way(both.name, [Arm(both, arms["n-gram"].gamma)], rule=True),
         Way("UCB1 on accepted fraction", own, lambda: UCB1(count), reward="accepted_fraction"),
         Way("Thompson on accepted fraction", own, lambda: ThompsonSampling(count), reward="accepted_fraction"),
         Way("contextual UCB", own, contextual, Together(InCode(), Repeats(2))),
-        Way("lookup first, else contextual UCB over heads", drafting, lookup_first, Together(Repeats(2), InCode())),
+        Way(LOOKUP_FIRST, drafting, lookup_first, Together(Repeats(2), InCode())),
+        Way(
+            f"{LOOKUP_FIRST}, taught", drafting, _taught(target, drafting, lookup_first), Together(Repeats(2), InCode())
+        ),
     ]
 
 
-def run(target, ways, stream, num_tokens: int, temperature: float, seed: int = 0) -> None:
-    """Every way decodes the stream once, the ways in a random order; what it took is kept with them.
+def _taught(target, arms, make) -> Callable:
+    """f() -> a policy that has played the log's other prompts, at the costs of this machine, before it decodes."""
+    log = positions.read(bench.RESULTS / "arms_by_position.csv.gz")
+    others = positions.stream(log, workloads.changing(DOMAINS, 5, 6, 0).prompts)  # the first TUNED_ON of each domain
+    pairs = [(arm.drafter.name, arm.gamma) for arm in arms]
+    cost = functools.cache(lambda: throughput.step_cost(target, arms[-1], positions.HEADS))
 
-    Args: target; ways; stream: a workloads.Stream; num_tokens, temperature: of an answer; seed: of it and of the order.
+    def policy():
+        new = make()
+        positions.play(others, pairs, cost(), new, lambda row: (row["proposed"] > 0, bool(row["in_code"])))
+        return new
+
+    return policy
+
+
+def run(target, ways, stream, num_tokens: int, temperature: float, seed: int = 0) -> None:
+    """Every way decodes the stream once, all of them prompt by prompt in random turns; what it took is kept with them.
+
+    Rule: a slow moment of the machine then hits all; a policy still lives through the whole stream.
+
+    Args: target; ways; stream: a workloads.Stream; num_tokens, temperature: of an answer; seed: of it and of the turns.
     """
-    for number in np.random.default_rng(seed).permutation(len(ways)):
-        way = ways[number]
-        policy, seconds, chosen = way.policy() if way.policy else None, [], []
-        options = dict(max_new_tokens=num_tokens, sampling=Sampling(temperature), reward=way.reward)
-        for i, (_, text) in enumerate(stream.prompts):
-            told = dict(policy=policy, context=way.context, seed=seed * 1000 + i)
+    rng, policies = np.random.default_rng(seed), [way.policy() if way.policy else None for way in ways]
+    for way in ways:
+        way.seconds.append([])
+        way.chosen.append([])
+    for i, (_, text) in enumerate(stream.prompts):
+        for number in rng.permutation(len(ways)):
+            way = ways[number]
+            options = dict(max_new_tokens=num_tokens, sampling=Sampling(temperature), reward=way.reward)
+            options |= dict(policy=policies[number], context=way.context, seed=seed * 1000 + i)
             bench.synchronise()
             start = time.perf_counter()
-            out = generate(target, way.arms, workloads.chat_messages(text), **told, **options)
+            out = generate(target, way.arms, workloads.chat_messages(text), **options)
             bench.synchronise()
-            seconds.append((time.perf_counter() - start) / len(out.token_ids))
-            chosen.append(Counter(step.drafter for step in out.steps))
-        way.seconds.append(seconds)
-        way.chosen.append(chosen)
+            way.seconds[-1].append((time.perf_counter() - start) / len(out.token_ids))
+            way.chosen[-1].append(Counter(step.drafter for step in out.steps))
 
 
 def rows_of(target, ways, streams, temperature: float, name: str) -> list[dict]:
@@ -170,10 +194,15 @@ def _alone(o, number: int, stream, cores) -> list[tuple]:
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
     target = load_target(dtype=o.dtype, device=o.device)
-    chosen = [way for way in ways(target) if not o.ways or way.name in o.ways]
+    chosen = [way for way in ways(target, **dict(o.gammas)) if not o.ways or way.name in o.ways]
     warm(target, chosen, o.temperature)
     run(target, chosen, stream, o.tokens, o.temperature, number)
     return [(way.seconds, way.chosen) for way in chosen]
+
+
+def _gamma(text: str) -> tuple[str, int]:
+    name, _, gamma = text.partition("=")
+    return name, int(gamma)
 
 
 def main(arguments=None) -> None:
@@ -190,11 +219,12 @@ def main(arguments=None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--ways", nargs="+", help="names; default: all")
+    parser.add_argument("--gammas", nargs="+", type=_gamma, default=[], help="NAME=TOKENS, as eagle-code=3")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--side-by-side", action="store_true", help="Linux: repeats at the same time, cores shared out")
     o = parser.parse_args(arguments)
     target = load_target(dtype=o.dtype, device=o.device)
-    every = ways(target)
+    every = ways(target, **dict(o.gammas))
     streams = [workloads.changing(o.domains, o.block, o.blocks, seed, TUNED_ON) for seed in range(o.repeats)]
     unknown = set(o.ways or ()) - {way.name for way in every}
     if unknown:

@@ -143,6 +143,8 @@ def step(row: dict, arm: tuple, left: int) -> tuple[int, int]:
 def play(answers, arms, cost, policy, context=None) -> Played:
     """Decode a stream from the log, the policy choosing each step's arm and learning tokens per second.
 
+    A policy that has learnt so may go on in `generate`: `fastest`, its scale of speed, is the same there.
+
     Args:
         answers: lists of rows of the log, one a prompt of the stream.
         arms: list of (drafter or None, gamma).
@@ -151,7 +153,7 @@ def play(answers, arms, cost, policy, context=None) -> Played:
         context: f(row of the log) -> hashable, or None.
     Returns: Played.
     """
-    played, fastest, count = Played([], [], []), 0.0, 0
+    played, count = Played([], [], []), 0
     for rows in answers:
         at, seconds, chosen = 0, 0.0, []
         while at < len(rows):
@@ -160,10 +162,10 @@ def play(answers, arms, cost, policy, context=None) -> Played:
             emitted, drafted = step(rows[at], arms[arm], len(rows) - at)
             took = cost(arms[arm], drafted)
             if at:  # as in the engine: the first step reads the prompt
-                fastest = max(fastest, emitted / took)
+                policy.fastest = max(getattr(policy, "fastest", 0.0), emitted / took)
                 policy.update(
                     arm,
-                    emitted / took / fastest,
+                    emitted / took / policy.fastest,
                     Feedback(count, drafted, emitted - 1, int(emitted <= drafted), context=told),
                 )
             at, seconds, count = at + emitted, seconds + took, count + 1

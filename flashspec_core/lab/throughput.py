@@ -187,6 +187,19 @@ def pass_seconds(target, widths=range(1, 10), context: int = 128, repeat: int = 
     return {width: sorted(seconds)[repeat // 2] for width, seconds in found.items()}
 
 
+def step_cost(target, head: Arm, names, repeat: int = 5):
+    """What a step costs here, for `positions.play`: a pass by its width, and a head's time for each drafted token.
+
+    Args: target; head: an Arm whose drafter is a head; names: drafters that cost as it does; repeat: passes of a width.
+    Returns: f((drafter's name, gamma), drafted tokens up to 8) -> seconds.
+    """
+    passes = pass_seconds(target, range(1, 10), repeat=repeat)
+    out = generate(target, head, workloads.chat_messages(workloads.PROMPTS["code"][0]), max_new_tokens=48)
+    whole = [s.step_seconds for s in out.steps[1:] if s.num_draft_tokens == head.gamma]
+    drafted = max(0.0, sorted(whole)[len(whole) // 2] - passes[head.gamma + 1]) / head.gamma
+    return lambda arm, n: passes[n + 1] + n * drafted * (arm[0] in names)
+
+
 def _pass(target, context: int):
     """f(width): a pass over so many tokens, captured where steps are."""
     if target.device.type == "cuda":
