@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from compiled import in_a_child
 
 from flashspec_core.lab import bench, bench_kernels
 from flashspec_core.verify import kernels, reference
@@ -26,6 +27,14 @@ def test_the_timed_case_is_drawn_from_its_own_laws():
 def test_peers_and_counters_that_are_not_there_are_none(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert bench_kernels.counted_bytes(1, 32_000, 1) is None
+
+
+def test_shared_memory_is_what_the_compiler_says_and_does_not_hang_on_the_vocabulary(tmp_path):
+    code = (
+        "from flashspec_core.lab.bench_kernels import shared_bytes\nout = [shared_bytes(v) for v in (32_000, 128_256)]"
+    )
+    small, large = in_a_child(code, tmp_path)
+    assert 0 < small == large <= 8192
 
 
 def test_stored_rows_hold_every_shape_and_say_where_they_come_from():

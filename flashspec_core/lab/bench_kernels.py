@@ -12,9 +12,10 @@ import sys
 from types import SimpleNamespace
 
 import torch
+import triton
 
 from flashspec_core.lab import bench
-from flashspec_core.noise import DraftNoise, log_uniforms
+from flashspec_core.noise import RECOVER, DraftNoise, log_uniforms
 from flashspec_core.records import Draft, Sampling
 from flashspec_core.verify import kernels, reference
 
@@ -159,6 +160,31 @@ def bandwidth() -> list[float]:
     source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     return [2 * source.nbytes / time * 1e-6 for time in device_times(lambda: target.copy_(source), 20)]
+
+
+def shared_bytes(vocab: int, batch: int = 8, gamma: int = 4, capability: int = 75, cores: int = 40) -> int:
+    """Shared memory of one program of the verification kernel, from the compiler; no GPU is needed.
+
+    Args: vocab, batch, gamma: the shape, in float16; capability, cores: of the GPU it is for; default: a Tesla T4.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, tiles = kernels._verify_kernel, -(-vocab // 1024)
+    part = -(-tiles // max(1, min(tiles, kernels.PER_CORE * cores // batch, cores, 128)))  # as Workspace shares it out
+    parts, splits = 2 ** (part - 1).bit_length(), 2 ** (-(-tiles // part) - 1).bit_length()
+    constants = dict(METHOD=0, PURPOSE=RECOVER, FILTERED=False, KIND=2, DENSE=True, ALIGNED=True, PHASE=0, BLOCK=1024)
+    constants |= dict(TILES=parts, SPLITS=splits, FEW=max(1, min(kernels.FEW, 128 // parts)), LANES=kernels.LANES)
+    constants |= dict(ROWS=gamma + 1, GAMMA=2 ** gamma.bit_length())
+    types = dict.fromkeys(("laws", "floors", "kept", "log_u", "parts", "bounds", "logs"), "*fp32")
+    types |= dict.fromkeys(("ids", "seeds", "positions", "out"), "*i64")
+    types |= dict.fromkeys(("inverse", "winners", "state"), "*i32")
+    of = lambda name: types.get(name.removesuffix("_ptr"), "*fp16" if name.endswith("_ptr") else "i32")  # noqa: E731
+    source = ASTSource(
+        kernel, {name: of(name) for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr"), constants
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": 4}).metadata.shared
 
 
 def counted_bytes(batch: int, vocab: int, gamma: int) -> float | None:

@@ -121,6 +121,16 @@ EXERCISES = {
         "A step costs 1.2 + 4 x 0.1 plain passes; find a so that 1 + a + a^2 + a^3 + a^4 is as much.",
         "1 + .38 + .144 + .055 + .021 = 1.6: below it the step costs more than it emits.",
     ),
+    "08-a": Exercise(
+        0.795,
+        "Each drafter's speed is its tokens a step, 1 + a + a^2 + a^3 + a^4, over the passes that its step costs.",
+        "3.36 tokens for 2.2 passes against 2.31 for 1.2: what is accepted more often may still be slower.",
+    ),
+    "08-b": Exercise(
+        0.65,
+        "Neighbours cancel, so no sum runs further than one id's deviation: that is 2 TV / 80.",
+        ".01626 x 40; with the gaining ids in front, a fortieth of that would reach the limit.",
+    ),
 }
 
 
