@@ -55,6 +55,7 @@ def test_compare_decode_takes_each_way_in_turn(smollm2):
     rows, outputs = bench.compare_decode(smollm2, NGramDrafter(), prompts, max_new_tokens=8, repeat=2)
     assert [r["provider"] for r in rows] == ["transformers", "transformers-prompt-lookup", "flashspec_core"]
     assert all(r["num_repeats"] == 2 and r["p50"] > 0 and r["dtype"] == "float32" for r in rows)
+    assert {r["mode"] for r in rows} == {"eager"}
     texts = outputs["copy-edit"]
     assert texts["transformers"] == texts["transformers-prompt-lookup"] == texts["flashspec_core"].token_ids
 

@@ -27,6 +27,8 @@ ANSWERS = {
     "05-c": ("law that it was drawn from", "Law that it was drawn from", "greedy", 3),
     "06-a": (138, 138.1, 44.2, "138 tokens"),
     "06-b": (0.38, 0.3799, 0.25, [0.38]),
+    "07-a": (0.78, 0.7778, 0.8, "most"),
+    "07-b": ("draft", " Draft", "last token", 2),
     "08-a": (0.8, 0.7953, 1.26, "A"),
     "08-b": (0.65, "0.6504", 0.01626, "never"),
 }

@@ -214,6 +214,10 @@ def test_the_packages_heads_are_what_their_cards_say():
     own = {name: cards[name]["held_out"] for name in NAMES}
     assert min(own["eagle-chat"]["chat"]["acceptance_rate"]) > 0.55
     assert min(own["eagle-code"]["code"]["acceptance_rate"]) > 0.68
+    again = cards["eagle-code"]["again"]  # README's command, with other dialogues and another seed
+    assert again["seed"] != cards["eagle-code"]["seed"]
+    for domain, rates in again["held_out"].items():
+        assert rates["acceptance_rate"] == pytest.approx(own["eagle-code"][domain]["acceptance_rate"], abs=0.01)
 
 
 @pytest.mark.parametrize("name", NAMES)

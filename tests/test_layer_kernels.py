@@ -26,11 +26,11 @@ from flashspec_core.engine import layer_kernels as k
 from flashspec_core.verify import kernel_step
 types = dict.fromkeys("parts sums bits".split(), "*fp32") | {"arrived": "*i32", "eps": "fp32", "scale": "fp32"}
 types |= dict.fromkeys("starts tokens lengths row_seeds step seeds".split(), "*i64")
-small = dict(GROUP=8, ROWS=16, BLOCK=64, DIM=64, EARLY=False)
+small = dict(GROUP=8, ROWS=16, BLOCK=64, DIM=64)
 cases = [
-    (k.norm_kernel, dict(ADDS=True, BLOCK=4096, EARLY=False), 4),
-    (k.gate_kernel, dict(BLOCK=1024, EARLY=False), 4),
-    (k.rotary_kernel, dict(NORMED=True, HALF=64, EARLY=False), 1),
+    (k.norm_kernel, dict(ADDS=True, BLOCK=4096), 4),
+    (k.gate_kernel, dict(BLOCK=1024), 4),
+    (k.rotary_kernel, dict(NORMED=True, HALF=64), 1),
     (k.attention_kernel, small, 4),
     (k.ngram_kernel, dict(MOST=16, GAMMA=8, BLOCK=512), 4),
     (kernel_step._noise_kernel, dict(GAMMA=8), 4),
@@ -39,7 +39,8 @@ out = []
 for capability, dtype in ((75, "fp16"), (90, "bf16")):
     for fn, constants, warps in cases + [(k.attention_kernel, small | dict(ROWS=64, DIM=128), 4)] * (capability == 90):
         known = types | ({"out": "*i64"} if fn is k.ngram_kernel else {})
-        out.append(build(fn, constants, known, capability, warps, dtype))
+        early = {"EARLY": capability == 90} if "EARLY" in fn.arg_names else {}
+        out.append(build(fn, constants | early, known, capability, warps, dtype) | early)
 """
 
 
@@ -48,3 +49,4 @@ def test_they_compile_for_a_t4_and_an_h200(tmp_path):
     assert [b["capability"] for b in built] == [75] * 6 + [90] * 7
     for b in built:
         assert b["shared"] <= (65_536 if b["capability"] == 75 else 102_400), b
+        assert b["waits"] == b.get("EARLY", False) and not b["reads_first"], b

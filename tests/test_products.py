@@ -38,7 +38,20 @@ def test_others_go_to_the_library(monkeypatch):
 
 
 @GPU
-@pytest.mark.parametrize("size, outs", [(576, 960), (2048, 2560), (5632, 2048), (4096, 128_256), (1000, 77)])
+@pytest.mark.gpu
+def test_on_a_gpu_many_rows_and_other_layouts_go_to_the_library(monkeypatch):
+    x, weight, bias = case(17, 64, 48, torch.bfloat16, "cuda")
+    monkeypatch.setattr(products, "few_rows", None)
+    for given in (x, x[:4].T.contiguous().T, x[:4].float()):
+        kind = weight.to(given.dtype)
+        assert products.by_weight(given, kind, bias.to(given.dtype)).shape == (len(given), 48)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "size, outs", [(576, 960), (2048, 2560), (5632, 2048), (4096, 128_256), (1000, 77), (1100, 77)]
+)
 def test_on_a_gpu_it_is_as_near_as_the_library(size, outs):
     x, weight, bias = case(16, size, outs, torch.bfloat16, "cuda")
     for rows in (1, 5, 16):
@@ -52,11 +65,20 @@ def test_on_a_gpu_it_is_as_near_as_the_library(size, outs):
 COMPILE = """
 from compiled import build
 from flashspec_core.engine import products as k
-constants = dict(HAS_BIAS=False, WHOLE=True, ROWS=16, OUTS=16, BLOCK=256, STAGES=4, EARLY=False)
-out = [build(k.product_kernel, constants, {}, capability, 4, "bf16") for capability in (80, 90, 100)]
+out = []
+for capability in (80, 86, 89, 90, 100, 120):
+    for size, whole in ((576, False), (4096, True)):
+        width, block, warps, stages = k.sizes(size, (capability // 10, capability % 10))
+        early = capability >= 90
+        cut = dict(ROWS=k.FEW, OUTS=width, BLOCK=block, STAGES=stages, EARLY=early, WHOLE=whole, HAS_BIAS=not whole)
+        out.append(build(k.product_kernel, cut, {}, capability, warps, "bf16") | dict(early=early))
 """
 
 
-def test_it_compiles_where_it_is_used(tmp_path):
-    for built in in_a_child(COMPILE, tmp_path):
-        assert built["shared"] <= 102_400, built
+def test_it_compiles_for_every_device_that_it_runs_on_and_fits_there(tmp_path):
+    most = {80: 163_840, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes a program may take
+    built = in_a_child(COMPILE, tmp_path)
+    assert len(built) == 12
+    for b in built:
+        assert b["shared"] <= most[b["capability"]] and b["local"] == 0, b
+        assert b["waits"] == b["early"] and not b["reads_first"], b

@@ -1,6 +1,7 @@
 """lab/throughput.py: settings, drafters by name, prompts by dataset, costs of passes, and what breaks even."""
 
 import json
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -77,3 +78,29 @@ def test_every_way_answers_every_prompt_and_becomes_rows():
         rows = one.rows(target, 0.0, 2)
         assert {r["note"] for r in rows} == {one.drafter} and bench.median(rows, metric="tokens_per_second") > 0
     assert found[2].acceptance_rate == 1.0 and found[0].acceptance_rate != found[0].acceptance_rate
+
+
+def test_what_a_step_costs_is_taken_from_whole_steps(monkeypatch):
+    monkeypatch.setattr(
+        throughput, "pass_seconds", lambda target, widths, repeat: {w: 0.04 + 0.002 * w for w in widths}
+    )
+    took = {
+        None: 0.047,
+        "head": 0.061,
+    }  # 5 ms beside a pass of one; 13 ms more than a pass of four, so 8 ms are three drafts
+
+    def generate(target, arm, prompt, max_new_tokens):
+        name = arm.drafter and arm.drafter.name
+        step = SimpleNamespace(step_seconds=took[name], num_draft_tokens=arm.gamma if name else 0)
+        late = SimpleNamespace(step_seconds=9.0, num_draft_tokens=0)
+        return SimpleNamespace(steps=[late, step, step, step, *[late] * bool(name)])
+
+    monkeypatch.setattr(throughput, "generate", generate)
+    head = fs.Arm(fs.NGramDrafter(), 3)
+    head.drafter.name = "head"
+    cost = throughput.step_cost(None, head, ["head"])
+    assert cost((None, 0), 0) == pytest.approx(0.047) and cost(("n-gram", 8), 8) == pytest.approx(0.063)
+    assert cost(("head", 3), 3) == pytest.approx(0.061) and cost(("head", 3), 1) == pytest.approx(0.049 + 0.008 / 3)
+    monkeypatch.setattr(throughput, "generate", lambda *a, **o: SimpleNamespace(steps=[0]))
+    with pytest.raises(ValueError, match="drafted nothing"):
+        throughput.step_cost(None, head, ["head"])

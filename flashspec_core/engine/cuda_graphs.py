@@ -19,7 +19,8 @@ from flashspec_core.records import Draft
 from flashspec_core.verify import decide, kernels
 
 AHEAD = 2  # steps that are on their way at most
-STRIDES = {8: 8, 64: 128}  # ids a row that a pass over many reads, and for how many missing ones; else 512
+STRIDES = (8, 64, 512)  # ids a row that a pass over many reads
+MANY = 4096  # ids of all rows: a pass over more takes as long as its arithmetic, and not as its weights
 STATIONS = 8  # kept a target: each holds a cache and its graphs
 LANES = 8  # drafters that a station keeps
 LONG = 64  # ids that a row must still want, that going on with fewer rows pays
@@ -110,8 +111,10 @@ class Station:
 
     def _catch_up(self, name, function, missing: int):
         """Passes of many ids until nothing is missing; what they read beyond that is overwritten."""
+        few, some, many = STRIDES
         while missing > 0:
-            stride = next((s for s, most in STRIDES.items() if missing <= most), 512)
+            wide = missing >= many or (missing > 2 * some and self.batch * many <= MANY)
+            stride = many if wide else few if missing <= few else some
             self.replay(("catch up", name, stride), lambda s=stride: function(s))
             missing -= stride
 

@@ -18,7 +18,7 @@ MOST_SPLITS = 16  # programs that share a row's keys
 
 
 @triton.jit
-def _begin(EARLY: tl.constexpr):
+def begin(EARLY: tl.constexpr):
     """EARLY: a kernel is put in place while the one before it runs, and waits for its end here, before it reads."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -46,7 +46,7 @@ def norm_kernel(
     EARLY: tl.constexpr,
 ):
     """A row's norm; ADDS: of x + more, which is kept in sum. x, more, sum, out: [rows, size]."""
-    _begin(EARLY)
+    begin(EARLY)
     at = tl.arange(0, BLOCK)
     inside, place = at < size, tl.program_id(0).to(tl.int64) * size + at
     x = tl.load(x_ptr + place, mask=inside, other=0.0)
@@ -60,7 +60,7 @@ def norm_kernel(
 @triton.jit
 def gate_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """silu(gate) * up. x: [rows, 2 size], gates first; out: [rows, size]."""
-    _begin(EARLY)
+    begin(EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(x_ptr + 2 * row * size + at, mask=inside, other=0.0)
@@ -91,7 +91,7 @@ def rotary_kernel(
     EARLY: tl.constexpr,
 ):
     """One head of one token: queries are turned, keys turned and put into the cache, values put there."""
-    _begin(EARLY)
+    begin(EARLY)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = token // width, tl.arange(0, HALF)
     position = tl.load(starts_ptr + row) + token % width
@@ -153,7 +153,7 @@ def attention_kernel(
 
     Only the filled part of the cache is read: a row's keys are split among as many programs as it has blocks for.
     """
-    _begin(EARLY)
+    begin(EARLY)
     tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     head, row, tiles = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(0) // splits
     start, tokens = tl.load(starts_ptr + row), ROWS // GROUP
@@ -246,9 +246,13 @@ def ngram_kernel(
     tl.store(out_ptr + row * gamma + at, tl.where(proposed, ids, -1), mask=at < gamma)
 
 
-def begins_early(x) -> bool:
-    """Whether kernels on a tensor's device may be put in place before their turn. Args: x: a tensor."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+def launch_options(x) -> dict:
+    """How these kernels are launched: before their turn, where a device can (`begin`). Args: x: a tensor there.
+
+    Returns: keyword arguments of a launch.
+    """
+    early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 class Places:
@@ -278,12 +282,12 @@ class Places:
         Returns: [batch * width, heads dim].
         """
         tokens, capacity, batch = len(qkv), keys.shape[2], len(starts)
-        q, early = qkv.new_empty(tokens, self.heads * self.dim), begins_early(qkv)
+        q, options = qkv.new_empty(tokens, self.heads * self.dim), launch_options(qkv)
         out, unused = torch.empty_like(q), self.cos
         rotary_kernel[tokens, self.heads + 2 * self.kv_heads](
             qkv, unused if q_norm is None else q_norm, unused if k_norm is None else k_norm, self.cos, self.sin, starts,
             q, keys, values, width, capacity, self.heads, self.kv_heads, eps, q_norm is not None, self.dim // 2,
-            early, num_warps=1, launch_pdl=early,
+            num_warps=1, **options,
         )  # fmt: skip
         group, block = self.heads // self.kv_heads, 64 if qkv.element_size() == 2 else 32
         fast = qkv.is_cuda and qkv.element_size() == 2 and torch.cuda.get_device_capability(qkv.device) >= (8, 0)
@@ -300,7 +304,7 @@ class Places:
             self.buffers[key] = parts, sums, torch.zeros(units * tiles, dtype=torch.int32, device=qkv.device)
         attention_kernel[splits * tiles, self.kv_heads, batch](
             q, keys, values, starts, out, *self.buffers[key], width, capacity, self.heads, self.kv_heads, splits,
-            self.dim**-0.5, group, rows, block, self.dim, early, num_warps=4, launch_pdl=early,
+            self.dim**-0.5, group, rows, block, self.dim, num_warps=4, **options,
         )  # fmt: skip
         return out
 
@@ -309,9 +313,9 @@ def norm(x, more, weight, eps: float):
     """RMS norm of x + more. Args: x, more: [rows, size], more may be None. Returns: the sum, and its norm."""
     out, total = torch.empty_like(x), x if more is None else torch.empty_like(x)
     given = x if more is None else more
-    block, early = triton.next_power_of_2(x.shape[1]), begins_early(x)
+    block = triton.next_power_of_2(x.shape[1])
     norm_kernel[(len(x),)](
-        x, given, weight, total, out, x.shape[1], eps, more is not None, block, early, num_warps=4, launch_pdl=early
+        x, given, weight, total, out, x.shape[1], eps, more is not None, block, num_warps=4, **launch_options(x)
     )
     return total, out
 
@@ -319,8 +323,8 @@ def norm(x, more, weight, eps: float):
 def gate(x):
     """silu(first half) * second half. Args: x: [rows, 2 size]. Returns: [rows, size]."""
     size = x.shape[1] // 2
-    out, early = x.new_empty(len(x), size), begins_early(x)
-    gate_kernel[len(x), triton.cdiv(size, 1024)](x, out, size, 1024, early, num_warps=4, launch_pdl=early)
+    out = x.new_empty(len(x), size)
+    gate_kernel[len(x), triton.cdiv(size, 1024)](x, out, size, 1024, num_warps=4, **launch_options(x))
     return out
 
 

@@ -1,6 +1,6 @@
 """Streams of prompts, decoded by fixed arms and by policies in turns: tokens a second, regret, and which arm when.
 
-A policy lives through a whole stream. Settings belong to other prompts than the measured ones (positions.py replays
+A policy lives through a whole stream, and lessons are of other prompts than the measured ones (positions.py replays
 those in no time). It leaves out the streams (workloads.py) and the policies.
 """
 
@@ -9,30 +9,27 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import multiprocessing
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from scipy import stats
 
 from flashspec_core.bandits import UCB1, DiscountedUCB, ThompsonSampling
 from flashspec_core.engine.contexts import InCode, Repeats, Together
 from flashspec_core.engine.decode import generate
-from flashspec_core.engine.drafters import CascadeDrafter
 from flashspec_core.engine.models import load_target
 from flashspec_core.lab import bench, positions, throughput, workloads
 from flashspec_core.lab.bench_cpu import GAMMAS, own_arms
+from flashspec_core.lab.results import LOOKUP_FIRST
 from flashspec_core.policies import Contextual, FixedArm, Preferring
 from flashspec_core.records import Arm, Sampling
 
-TUNED_ON = 10  # prompts a domain that settings were chosen on; measured are those behind them
+TUNED_ON = 10  # prompts a domain for settings and lessons; measured are those behind them
 DOMAINS = ("chat", "code", "copy-edit")
-LOOKUP_FIRST = "lookup first, else contextual UCB over heads"
+EAGLES = [name for name in positions.HEADS if name.startswith("eagle")]
 
 
 @dataclass
@@ -44,7 +41,6 @@ class Way:
         arms: Arms.
         policy: f() -> a new policy, or None: one arm.
         context, reward: see generate.
-        rule: one arm that is several drafters by a fixed rule: shown beside the others, no arm that policies choose.
         seconds, chosen: of each repeat a list an answer: its time; a Counter of arms' names.
     """
 
@@ -53,13 +49,12 @@ class Way:
     policy: Callable | None = None
     context: object = None
     reward: str = "tokens_per_second"
-    rule: bool = False
     seconds: list = field(default_factory=list)
     chosen: list = field(default_factory=list)
 
 
 def ways(target, **gammas) -> list[Way]:
-    """Each arm alone, n-grams with a head behind them, the seed's two policies, and this suite's.
+    """Each arm alone, n-grams and else a head by a fixed rule, the seed's two policies, and this suite's.
 
     Args: target: SmolLM2, as `load_target` returns it; gammas: drafted tokens of an arm, where not as in bench_cpu.py.
     """
@@ -67,13 +62,13 @@ def ways(target, **gammas) -> list[Way]:
     arms |= {name: Arm(arms[name].drafter, gamma) for name, gamma in gammas.items()}
     own, count = list(arms.values()), len(arms)
     drafting = own[1:]  # n-grams, then heads
-    both = CascadeDrafter(arms["n-gram"], arms["eagle-mixed"])
+    rule = lambda: Preferring(0, FixedArm(len(drafting) - 2, len(drafting) - 1))  # noqa: E731 - eagle-mixed is the last
     contextual = lambda: Contextual(DiscountedUCB(count, discount=0.998, xi=0.005))  # noqa: E731
     heads = Contextual(DiscountedUCB(len(drafting) - 1, discount=0.998, xi=0.01))
     lookup_first = lambda: Preferring(0, copy.deepcopy(heads))  # noqa: E731
     return [
         *(Way(name, [arm]) for name, arm in arms.items()),
-        Way(both.name, [Arm(both, arms["n-gram"].gamma)], rule=True),
+        Way("n-gram, else eagle-mixed", drafting, rule, Together(Repeats(2), InCode())),
         Way("UCB1 on accepted fraction", own, lambda: UCB1(count), reward="accepted_fraction"),
         Way("Thompson on accepted fraction", own, lambda: ThompsonSampling(count), reward="accepted_fraction"),
         Way("contextual UCB", own, contextual, Together(InCode(), Repeats(2))),
@@ -85,11 +80,11 @@ def ways(target, **gammas) -> list[Way]:
 
 
 def _taught(target, arms, make) -> Callable:
-    """f() -> a policy that has played the log's other prompts, at the costs of this machine, before it decodes."""
+    """f() -> a policy that has played the log's other prompts, at this machine's costs, in time that is not counted."""
     log = positions.read(bench.RESULTS / "arms_by_position.csv.gz")
-    others = positions.stream(log, workloads.changing(DOMAINS, 5, 6, 0).prompts)  # the first TUNED_ON of each domain
+    others = positions.stream(log, workloads.changing(DOMAINS, TUNED_ON, len(DOMAINS)).prompts)
     pairs = [(arm.drafter.name, arm.gamma) for arm in arms]
-    cost = functools.cache(lambda: throughput.step_cost(target, arms[-1], positions.HEADS))
+    cost = functools.cache(lambda: throughput.step_cost(target, arms[-1], EAGLES))
 
     def policy():
         new = make()
@@ -135,7 +130,7 @@ def rows_of(target, ways, streams, temperature: float, name: str) -> list[dict]:
     cells = dict(temperature=temperature, **bench.model_cells(target))
     if target.device.type == "cpu":
         cells["device"] = bench.cpu_name()
-    fixed = [way for way in ways if way.policy is None and not way.rule]
+    fixed = [way for way in ways if way.policy is None]
     sums = {way.name: np.array([np.sum(seconds) for seconds in way.seconds]) for way in ways}
     best = min(fixed, key=lambda way: sums[way.name].sum()).name
     oracle = np.array([_oracle(fixed, i, stream) for i, stream in enumerate(streams)])
@@ -145,8 +140,10 @@ def rows_of(target, ways, streams, temperature: float, name: str) -> list[dict]:
             bench.row(f"stream: {name}", "flashspec_core", metric, unit, values, note=note, **cells, **more)
         ),
     )
+    gammas = {way.name: way.arms[0].gamma for way in fixed if way.arms[0].drafter is not None}
     for note, seconds in [*sums.items(), ("oracle by block", oracle)]:
-        put(note, "tokens_per_second", "1/s", [len(s.prompts) / t for s, t in zip(streams, seconds, strict=True)])
+        speeds = [len(s.prompts) / t for s, t in zip(streams, seconds, strict=True)]
+        put(note, "tokens_per_second", "1/s", speeds, gamma=gammas.get(note, ""))
         put(note, "regret", "s/token", list((seconds - oracle) / [len(s.prompts) for s in streams]))
         gains = sums[best] / seconds - 1
         put(note, "gain", "1", list(gains))
@@ -178,26 +175,17 @@ def _oracle(fixed, repeat: int, stream) -> float:
     return sum(min(sum(way.seconds[repeat][a:b]) for way in fixed) for a, b in blocks)
 
 
-def warm(target, ways, temperature: float) -> None:
-    """Every arm of every way once: kernels, graphs, threads and caches are there before anything counts.
+def warm(target, ways, domains, num_tokens: int, temperature: float) -> None:
+    """Every arm of every way decodes a prompt of each domain that is not measured: kernels, graphs, threads, caches.
 
-    Args: target; ways; temperature.
+    Args: target; ways; domains: of the stream; num_tokens, temperature: of an answer.
     """
     for way in ways:
         for i in range(len(way.arms)):
-            options = dict(policy=FixedArm(i, len(way.arms)), sampling=Sampling(temperature))
-            generate(target, way.arms, "Warm up.", max_new_tokens=8, **options)
-
-
-def _alone(o, number: int, stream, cores) -> list[tuple]:
-    """One repeat in a process of its own, on cores of its own. Returns: seconds and choices of each way."""
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(len(cores))
-    target = load_target(dtype=o.dtype, device=o.device)
-    chosen = [way for way in ways(target, **dict(o.gammas)) if not o.ways or way.name in o.ways]
-    warm(target, chosen, o.temperature)
-    run(target, chosen, stream, o.tokens, o.temperature, number)
-    return [(way.seconds, way.chosen) for way in chosen]
+            policy = FixedArm(i, len(way.arms))
+            for prompt in (workloads.chat_messages(workloads.PROMPTS[domain][0]) for domain in domains):
+                options = dict(policy=policy, sampling=Sampling(temperature))
+                generate(target, way.arms, prompt, max_new_tokens=min(16, num_tokens), **options)
 
 
 def _gamma(text: str) -> tuple[str, int]:
@@ -221,9 +209,11 @@ def main(arguments=None) -> None:
     parser.add_argument("--ways", nargs="+", help="names; default: all")
     parser.add_argument("--gammas", nargs="+", type=_gamma, default=[], help="NAME=TOKENS, as eagle-code=3")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--side-by-side", action="store_true", help="Linux: repeats at the same time, cores shared out")
     o = parser.parse_args(arguments)
     target = load_target(dtype=o.dtype, device=o.device)
+    known = {*GAMMAS, "n-gram"} - {"medusa-mixed"}
+    if set(dict(o.gammas)) - known:
+        parser.error(f"expected --gammas of {sorted(known)}, got {sorted(dict(o.gammas))}")
     every = ways(target, **dict(o.gammas))
     streams = [workloads.changing(o.domains, o.block, o.blocks, seed, TUNED_ON) for seed in range(o.repeats)]
     unknown = set(o.ways or ()) - {way.name for way in every}
@@ -232,19 +222,10 @@ def main(arguments=None) -> None:
     every = [way for way in every if not o.ways or way.name in o.ways]
     if all(way.policy for way in every):
         parser.error("--ways needs a fixed arm among them, to compare with")
-    if o.side_by_side:
-        cores = sorted(os.sched_getaffinity(0))
-        each = max(1, len(cores) // o.repeats)
-        jobs = [(o, i, stream, cores[i * each : (i + 1) * each]) for i, stream in enumerate(streams)]
-        with multiprocessing.get_context("spawn").Pool(o.repeats) as pool:
-            for found in pool.starmap(_alone, jobs, chunksize=1):
-                for way, (seconds, chosen) in zip(every, found, strict=True):
-                    way.seconds, way.chosen = way.seconds + seconds, way.chosen + chosen
-    else:
-        warm(target, every, o.temperature)
-        for number, stream in enumerate(streams):
-            run(target, every, stream, o.tokens, o.temperature, number)
-            print(f"repeat {number} of {o.repeats}", flush=True)
+    warm(target, every, o.domains, o.tokens, o.temperature)
+    for number, stream in enumerate(streams):
+        run(target, every, stream, o.tokens, o.temperature, number)
+        print(f"repeat {number} of {o.repeats}", flush=True)
     for way in every:
         print(f"{way.name}: " + ", ".join(f"{1 / np.mean(seconds):.1f}" for seconds in way.seconds), flush=True)
     name = "changing" if len(o.domains) > 1 else f"stationary {o.domains[0]}"

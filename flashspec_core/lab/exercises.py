@@ -121,6 +121,16 @@ EXERCISES = {
         "A step costs 1.2 + 4 x 0.1 plain passes; find a so that 1 + a + a^2 + a^3 + a^4 is as much.",
         "1 + .38 + .144 + .055 + .021 = 1.6: below it the step costs more than it emits.",
     ),
+    "07-a": Exercise(
+        0.78,
+        "Speeds are one over seconds: compare 20 / 18 - 1 with 20 / 17.5 - 1.",
+        ".111 of .143: what is won in speed, over what could have been.",
+    ),
+    "07-b": Exercise(
+        "draft",
+        "Which of them is random given the committed text, and would tie the arm to what it has drawn?",
+        "An arm chosen by its own draw would no longer be drawn from q; text and past steps are fixed by then.",
+    ),
     "08-a": Exercise(
         0.795,
         "Each drafter's speed is its tokens a step, 1 + a + a^2 + a^3 + a^4, over the passes that its step costs.",

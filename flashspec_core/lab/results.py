@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from flashspec_core.lab.bench import RESULTS, median, pick, read_rows
 
+LOOKUP_FIRST = "lookup first, else contextual UCB over heads"  # as bench_adaptive.py calls it
+
 
 def table() -> str:
     """The table as Markdown, a line a result: what, figures, where it was measured.
@@ -14,7 +16,7 @@ def table() -> str:
     Raises: ValueError: a row is missing.
     """
     lines = ["| what | measured | on |", "|---|---|---|"]
-    for what, told, row in [*_cpu(), *_engine(), *_kernels()]:
+    for what, told, row in [*_cpu(), *_engine(), *_kernels(), *_adaptive()]:
         dtype = f", {row['dtype']}" if row["dtype"] else ""
         lines.append(f"| {what} | {told} | {row['device']}{dtype}, {row['date']} |")
     return "\n".join(lines) + "\n"
@@ -36,15 +38,17 @@ def _cpu():
 
 
 def _engine():
-    rows = pick(read_rows(RESULTS / "engine.csv"), model="tinyllama-1.1b-shape", metric="tokens_per_second", batch=1)
-    for gamma, peer in ((4, "flashspec-0.3.1"), ("", "transformers-compiled")):
-        told = []
-        for temperature in ("0.0", "0.7"):
-            at = pick(rows, temperature=temperature, gamma=gamma)
-            own, other = median(at, provider="flashspec_core"), median(at, provider=peer)
-            told.append(f"{own:,.0f} tokens/s, {own / other:.1f}x at temperature {temperature}")
-        how = f"speculative, gamma {gamma}" if gamma else "plain"
-        yield f"1.1 B weights, synthetic acceptance, {how}, over {peer}", "; ".join(told), rows[0]
+    stored = pick(read_rows(RESULTS / "engine.csv"), metric="tokens_per_second", batch=1)
+    for model, size in (("tinyllama-1.1b-shape", "1.1 B"), ("llama-3-8b-shape", "8 B")):
+        rows = pick(stored, model=model)
+        for gamma, peer in ((4, "flashspec-0.3.1"), ("", "transformers-compiled")):
+            told = []
+            for temperature in ("0.0", "0.7"):
+                at = pick(rows, temperature=temperature, gamma=gamma)
+                own, other = median(at, provider="flashspec_core"), median(at, provider=peer)
+                told.append(f"{own:,.0f} tokens/s, {own / other:.1f}x at temperature {temperature}")
+            how = f"speculative, gamma {gamma}" if gamma else "plain"
+            yield f"{size} weights, synthetic acceptance, {how}, over {peer}", "; ".join(told), rows[0]
 
 
 def _kernels():
@@ -54,3 +58,16 @@ def _kernels():
         own, other = median(at, provider="flashspec_core"), median(at, provider="vllm-0.32")
         what = f"verification step, vocabulary 128,256, batch {batch}, over vllm-0.32"
         yield what, f"{own:.1f} us net, {other / own:.1f}x", at[0]
+
+
+def _adaptive():
+    rows = pick(read_rows(RESULTS / "adaptive.csv"), benchmark="stream: changing")
+    for device in dict.fromkeys(row["device"] for row in rows):
+        at = pick(rows, device=device)
+        (best,) = (row["note"] for row in pick(at, metric="best_fixed"))
+        told = []
+        for note in dict.fromkeys(row["note"] for row in pick(at, metric="gain_low")):
+            if note.startswith(LOOKUP_FIRST) or ", else " in note:
+                low, high = (median(at, note=note, metric=metric) for metric in ("gain_low", "gain_high"))
+                told.append(f"{note} {(low + high) / 2:+.1%} ({low:+.1%} to {high:+.1%})")
+        yield f"chat, code and copying in turns, speed over the best single drafter ({best})", "; ".join(told), at[0]

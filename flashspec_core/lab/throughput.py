@@ -188,16 +188,29 @@ def pass_seconds(target, widths=range(1, 10), context: int = 128, repeat: int = 
 
 
 def step_cost(target, head: Arm, names, repeat: int = 5):
-    """What a step costs here, for `positions.play`: a pass by its width, and a head's time for each drafted token.
+    """What a step costs here, for `positions.play`, from whole steps: plain ones, and ones of a head.
+
+    Rule: a pass by its width, what a plain step takes beside its pass, and what a head's step takes beside both, shared
+    out among its tokens.
 
     Args: target; head: an Arm whose drafter is a head; names: drafters that cost as it does; repeat: passes of a width.
-    Returns: f((drafter's name, gamma), drafted tokens up to 8) -> seconds.
+    Returns: f((drafter's name, gamma), drafted tokens, up to 8) -> seconds.
+    Raises: ValueError: the head drafted in no step.
     """
-    passes = pass_seconds(target, range(1, 10), repeat=repeat)
-    out = generate(target, head, workloads.chat_messages(workloads.PROMPTS["code"][0]), max_new_tokens=48)
-    whole = [s.step_seconds for s in out.steps[1:] if s.num_draft_tokens == head.gamma]
-    drafted = max(0.0, sorted(whole)[len(whole) // 2] - passes[head.gamma + 1]) / head.gamma
-    return lambda arm, n: passes[n + 1] + n * drafted * (arm[0] in names)
+    passes, prompt = pass_seconds(target, range(1, 10), repeat=repeat), workloads.PROMPTS["code"][0]
+    beside = []
+    for arm in (Arm(None), head):
+        steps = generate(target, arm, workloads.chat_messages(prompt), max_new_tokens=48).steps[1:]
+        extra = [
+            s.step_seconds - passes[1 + s.num_draft_tokens] for s in steps if s.num_draft_tokens or arm is not head
+        ]
+        if not extra:
+            raise ValueError(
+                f"expected a drafter that drafts, got {arm.name!r}, which drafted nothing in {len(steps)} steps"
+            )
+        beside.append(max(0.0, sorted(extra)[len(extra) // 2]))
+    fixed, drafted = beside[0], max(0.0, beside[1] - beside[0]) / head.gamma
+    return lambda arm, n: passes[n + 1] + fixed + n * drafted * (arm[0] in names)
 
 
 def _pass(target, context: int):
