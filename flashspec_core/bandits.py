@@ -73,6 +73,10 @@ class _Counting:
             self.reward_sums *= self.discount
         self._count(arm, reward, feedback)
 
+    def rescale(self, factor: float) -> None:
+        """Put what was learnt on a new scale. Args: factor: that past rewards are multiplied by."""
+        self.reward_sums *= factor
+
     def _count(self, arm, reward, feedback, weight=1.0) -> None:
         if not self.shape:  # the engine's case: plain indexing
             self.pulls[arm] += weight
@@ -172,6 +176,11 @@ class SlidingWindowUCB(UCB1):
         super()._count(arm, reward, feedback)
         self.recent[slot], self.recent_rewards[slot] = arm, reward
 
+    def rescale(self, factor: float) -> None:
+        """Put what was learnt on a new scale. Args: factor: that past rewards are multiplied by."""
+        super().rescale(factor)
+        self.recent_rewards *= factor
+
 
 class DiscountedUCB(UCB1):
     """UCB whose memory fades.
@@ -227,6 +236,11 @@ class ThompsonSampling(_Counting):
     def index(self):
         """[*shape, num_arms]: one posterior draw an arm."""
         return self.rng.beta(1 + self.reward_sums, 1 + self.pulls - self.reward_sums)
+
+    def rescale(self, factor: float) -> None:
+        """Put what was learnt on a new scale. Args: factor: of past rewards; accepted tokens have no scale."""
+        if not self.tokens:
+            super().rescale(factor)
 
     def _count(self, arm, reward, feedback):
         if not self.tokens:
@@ -303,6 +317,23 @@ class FullInformation(_Counting):
             raise ValueError(f"expected {wanted}, got {rewards.tolist()}")
         self.pulls += scored
         self.reward_sums += np.where(scored, rewards, 0.0)
+
+
+def share_of_fastest(policy, speed: float, speeds=()) -> float:
+    """A speed as a reward: its share of the fastest that a policy has seen, kept with it as `fastest`.
+
+    Rule: when a faster one comes, what was learnt before is put on the new scale, or arms that were not played lately
+    would look better than they are.
+
+    Args: policy: any, with `rescale` or without; speed: tokens a second; speeds: others of the same step.
+    """
+    old = getattr(policy, "fastest", 0.0)
+    fastest = max(old, speed, *speeds)
+    if fastest > old:
+        policy.fastest = fastest
+        if old and hasattr(policy, "rescale"):
+            policy.rescale(old / fastest)
+    return speed / fastest if fastest else 0.0
 
 
 def _checked(discount):

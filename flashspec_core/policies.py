@@ -51,6 +51,11 @@ class Contextual(Policy):
         """The arm that the context's own policy plays. Args: context: printed, it names the bucket."""
         return self._of(context).select_arm()
 
+    def rescale(self, factor: float) -> None:
+        """Put what was learnt on a new scale. Args: factor: that past rewards are multiplied by."""
+        for policy in self.policies.values():
+            policy.rescale(factor)
+
     def update(self, arm, reward, feedback=None) -> None:
         """Teach the policy of `feedback.context`. Args: arm, reward, feedback: see Policy."""
         self._of(getattr(feedback, "context", None)).update(arm, reward)
@@ -83,6 +88,12 @@ class Restarting(Policy):
     def select_arm(self, context=None) -> int:
         """The policy's arm. Args: context: passed on."""
         return self.policy.select_arm(context)
+
+    def rescale(self, factor: float) -> None:
+        """Put what was learnt on a new scale. Args: factor: that past rewards are multiplied by."""
+        self.policy.rescale(factor)
+        self.late = [[factor * reward for reward in rewards] for rewards in self.late]
+        self.early = [[count, factor * total] for count, total in self.early]
 
     def update(self, arm, reward, feedback=None) -> None:
         """Teach the policy, and look whether to start anew. Args: arm, reward, feedback: see Policy."""
@@ -120,6 +131,11 @@ class Preferring(Policy):
             return self.arm
         arm = self.policy.select_arm(told)
         return arm + (arm >= self.arm)
+
+    def rescale(self, factor: float) -> None:
+        """Put what was learnt on a new scale. Args: factor: that past rewards are multiplied by."""
+        if hasattr(self.policy, "rescale"):
+            self.policy.rescale(factor)
 
     def update(self, arm, reward, feedback=None) -> None:
         """Teach the policy of the other arms. Args: arm, reward, feedback: see Policy."""

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import flashspec_core as fs
+from flashspec_core.bandits import share_of_fastest
+from flashspec_core.records import Feedback
 
 MEANS = np.array([0.3, 0.7, 0.5])
 COUNTING = pytest.mark.parametrize("policy_class", [fs.UCB1, fs.ThompsonSampling])
@@ -288,3 +290,39 @@ def test_a_discount_outside_its_range_is_refused(discount):
             kind(2, discount=discount)
     with pytest.raises(ValueError, match="window must be at least 1"):
         fs.SlidingWindowUCB(2, window=0)
+
+
+SCALED = [
+    lambda: fs.UCB1(2), lambda: fs.SlidingWindowUCB(2, window=3), lambda: fs.DiscountedUCB(2),
+    lambda: fs.ThompsonSampling(2), lambda: fs.DiscountedThompson(2), lambda: fs.FullInformation(2), lambda: fs.Contextual(fs.UCB1(2)),
+    lambda: fs.Restarting(fs.UCB1(2), window=2, threshold=0.9), lambda: fs.Preferring(0, fs.UCB1(1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", SCALED)
+def test_a_new_scale_leaves_what_rewards_on_it_had_left(make):
+    told = [(0, 1.0), (1, 0.5), (1, 0.25), (0, 0.75), (1, 1.0)]
+    late, early = make(), make()
+    for arm, reward in told[:4]:
+        late.update(arm, reward, Feedback(0, 0, 0, context=None))
+        early.update(arm, reward / 4, Feedback(0, 0, 0, context=None))
+    late.rescale(0.25)
+    for policy in (late, early):
+        policy.update(*told[4], Feedback(0, 0, 0, context=None))
+    assert fs.policy_to_json(late) == fs.policy_to_json(early)
+
+
+def test_accepted_tokens_have_no_scale():
+    policy = fs.ThompsonSampling(2, tokens=True)
+    policy.update(0, 0.0, Feedback(0, 4, 3, 1))
+    policy.rescale(0.5)
+    assert policy.reward_sums.tolist() == [3.0, 0.0]
+
+
+def test_a_speed_is_a_share_of_the_fastest_and_a_faster_one_moves_the_scale():
+    policy = fs.UCB1(2)
+    assert share_of_fastest(policy, 20.0) == 1 and share_of_fastest(policy, 10.0, [40.0]) == 0.25
+    policy.update(0, 0.5)
+    assert share_of_fastest(policy, 80.0) == 1 and policy.fastest == 80 and policy.reward_sums[0] == 0.25
+    assert share_of_fastest(policy, 20.0) == 0.25 and policy.reward_sums[0] == 0.25
+    assert share_of_fastest(fs.FixedArm(0), 0.0) == 0 and share_of_fastest(fs.FixedArm(0), 3.0) == 1

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from flashspec_core.bandits import UCB1
+from flashspec_core.bandits import UCB1, share_of_fastest
 from flashspec_core.engine.checks import as_arms, check_same_target, check_same_tokenizer, row_seeds
 from flashspec_core.engine.contexts import Committed
 from flashspec_core.engine.drafters import DraftContext, all_drafters, feature_layers
@@ -57,8 +57,8 @@ def generate(
         policy: a bandits.Policy; None: FixedArm(0) for one arm, else UCB1.
         gamma: drafted tokens a step, for arms that do not say.
         reward: what the policy learns from: "accepted_fraction" (0 where nothing was drafted), or "tokens_per_second":
-            a step's emitted tokens over its time, as a share of the fastest step that the policy has seen in any call;
-            the first step, which reads the prompt, is then not learnt from.
+            a step's emitted tokens over its time, as a share of the fastest step that the policy has seen in any call
+            (bandits.share_of_fastest); the first step, which reads the prompt, is then not learnt from.
         method: "token", "block", or "coupled": the text then hangs on the row seed alone, whatever drafts.
         sampling: one Sampling, or one a row; default greedy.
         max_new_tokens: at least 1; never overshot.
@@ -326,15 +326,12 @@ class Run:
         num_rejected = sum(r.num_accepted < r.num_draft_tokens for r in records)
         drafted, accepted = sum(r.num_draft_tokens for r in records), sum(r.num_accepted for r in records)
         by_time, knows = self.options.reward == "tokens_per_second", self.num_steps and seconds is not None
-        fastest = getattr(self.policy, "fastest", 0.0)  # kept there: one that serves many texts has one scale
-        if by_time and knows:
-            fastest = max(fastest, *(len(record.token_ids) / seconds for record in records))
-            self.policy.fastest = fastest
-        for record in records:
+        speeds = [len(record.token_ids) / seconds for record in records] if by_time and knows else []
+        for i, record in enumerate(records):
             if not by_time:
                 record.reward = record.accepted_fraction
-            elif fastest and knows:
-                record.reward = len(record.token_ids) / seconds / fastest
+            elif knows:
+                record.reward = share_of_fastest(self.policy, speeds[i], speeds)
         early = self.layers and not self.num_steps  # heads cannot draft in the first step
         if not (early or (by_time and not knows)):
             feedback = Feedback(self.num_steps, drafted, accepted, num_rejected, None, told)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from flashspec_core.bandits import share_of_fastest
 from flashspec_core.engine.contexts import Committed, InCode, Repeats
 from flashspec_core.engine.decode import generate
 from flashspec_core.engine.drafters import DraftContext, NGramDrafter
@@ -163,12 +164,8 @@ def play(answers, arms, cost, policy, context=None) -> Played:
             emitted, drafted = step(rows[at], arms[arm], len(rows) - at)
             took = cost(arms[arm], drafted)
             if at:  # as in the engine: the first step reads the prompt
-                policy.fastest = max(getattr(policy, "fastest", 0.0), emitted / took)
-                policy.update(
-                    arm,
-                    emitted / took / policy.fastest,
-                    Feedback(count, drafted, emitted - 1, int(emitted <= drafted), context=told),
-                )
+                reward = share_of_fastest(policy, emitted / took)
+                policy.update(arm, reward, Feedback(count, drafted, emitted - 1, int(emitted <= drafted), context=told))
             at, seconds, count = at + emitted, seconds + took, count + 1
             chosen.append(arm)
         played.seconds.append(seconds)
