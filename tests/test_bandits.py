@@ -294,7 +294,8 @@ def test_a_discount_outside_its_range_is_refused(discount):
 
 SCALED = [
     lambda: fs.UCB1(2), lambda: fs.SlidingWindowUCB(2, window=3), lambda: fs.DiscountedUCB(2),
-    lambda: fs.ThompsonSampling(2), lambda: fs.DiscountedThompson(2), lambda: fs.FullInformation(2), lambda: fs.Contextual(fs.UCB1(2)),
+    lambda: fs.ThompsonSampling(2), lambda: fs.DiscountedThompson(2), lambda: fs.FullInformation(2),
+    lambda: fs.Contextual(fs.UCB1(2)),
     lambda: fs.Restarting(fs.UCB1(2), window=2, threshold=0.9), lambda: fs.Preferring(0, fs.UCB1(1)),
 ]  # fmt: skip
 
