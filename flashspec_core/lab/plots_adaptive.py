@@ -46,7 +46,7 @@ def lost_figure(lost: dict, changes=()) -> Figure:
             axes.plot(np.arange(len(seconds) + 1), np.concatenate([[0], np.cumsum(seconds)]), label=name, **look)
         axes.axhline(0, color="#333333", lw=0.8)
         axes.set(xlabel="answers", ylabel="seconds lost to the oracle")
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
     return figure
 
 
