@@ -13,7 +13,7 @@ import torch
 
 from flashspec_core.engine.kv_cache import KVCache, check_can_roll_back
 from flashspec_core.engine.layer_kernels import Places, gate, norm
-from flashspec_core.engine.products import by_weight, product
+from flashspec_core.engine.product_kernels import by_weight, product
 
 DIMS = (16, 32, 64, 128)  # widths of a head that the kernels take
 KINDS = {"llama", "mistral", "qwen2", "qwen3"}

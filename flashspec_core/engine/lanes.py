@@ -11,7 +11,7 @@ from flashspec_core.engine.drafters import EarlyExitDrafter, ModelDrafter, NGram
 from flashspec_core.engine.fused import DIMS, FusedModel, why_not
 from flashspec_core.engine.head_drafters import EagleDrafter, MedusaDrafter, drawn
 from flashspec_core.engine.layer_kernels import Places, gate, ngrams, norm
-from flashspec_core.engine.products import by_weight, product
+from flashspec_core.engine.product_kernels import by_weight, product
 from flashspec_core.records import Draft
 from flashspec_core.verify import draw_draft
 

@@ -1,4 +1,4 @@
-"""engine/products.py: products of few rows, each row's numbers its own; fused and whole passes are in test_fused.py."""
+"""engine/product_kernels.py: products of few rows, each row's numbers its own; fused and whole passes are in test_fused.py."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from compiled import in_a_child
 from test_kernels import GPU, INTERPRETER
 from torch import nn
 
-from flashspec_core.engine import products
+from flashspec_core.engine import product_kernels as products
 
 
 def case(rows, size, outs, dtype=torch.float16, device="cpu"):
@@ -64,7 +64,7 @@ def test_on_a_gpu_it_is_as_near_as_the_library(size, outs):
 
 COMPILE = """
 from compiled import build
-from flashspec_core.engine import products as k
+from flashspec_core.engine import product_kernels as k
 out = []
 for capability in (80, 86, 89, 90, 100, 120):
     for size, whole in ((576, False), (4096, True)):
