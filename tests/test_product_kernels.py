@@ -1,4 +1,4 @@
-"""engine/product_kernels.py: products of few rows, each row's numbers its own; fused and whole passes are in test_fused.py."""
+"""engine/product_kernels.py: products of few rows, each row's numbers its own; whole passes are in test_fused.py."""
 
 import pytest
 import torch
