@@ -21,7 +21,7 @@ quickstart: $(STAMP)  ## a real model, plain and speculative, side by side
 
 test: $(STAMP)  ## every test, the notebooks included
 	$(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n 2 --dist worksteal  # two at a time: who waits lets the other work
 
 test-gpu: $(STAMP)  ## what needs a CUDA device: the kernels against the reference
 	$(BIN)/python -m pytest -q -m gpu
