@@ -22,6 +22,9 @@ class Policy(Protocol):
     def update(self, arm, reward, feedback=None) -> None:
         """Learn that `arm` paid `reward` in [0, 1]; `feedback` is a records.Feedback or None. It may come late."""
 
+    def rescale(self, factor: float) -> None:
+        """Put what was learnt on a new scale: past rewards are multiplied by `factor`."""
+
 
 class _Counting:
     """Pulls and reward sums of each arm, arrays of shape [*shape, num_arms].

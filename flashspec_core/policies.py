@@ -134,8 +134,7 @@ class Preferring(Policy):
 
     def rescale(self, factor: float) -> None:
         """Put what was learnt on a new scale. Args: factor: that past rewards are multiplied by."""
-        if hasattr(self.policy, "rescale"):
-            self.policy.rescale(factor)
+        self.policy.rescale(factor)
 
     def update(self, arm, reward, feedback=None) -> None:
         """Teach the policy of the other arms. Args: arm, reward, feedback: see Policy."""

@@ -327,3 +327,10 @@ def test_a_speed_is_a_share_of_the_fastest_and_a_faster_one_moves_the_scale():
     assert share_of_fastest(policy, 80.0) == 1 and policy.fastest == 80 and policy.reward_sums[0] == 0.25
     assert share_of_fastest(policy, 20.0) == 0.25 and policy.reward_sums[0] == 0.25
     assert share_of_fastest(fs.FixedArm(0), 0.0) == 0 and share_of_fastest(fs.FixedArm(0), 3.0) == 1
+
+
+@pytest.mark.parametrize("outer", [fs.Contextual, fs.Restarting, lambda policy: fs.Preferring(1, policy)])
+def test_policies_that_learn_nothing_may_stand_within_others_when_the_scale_moves(outer):
+    policy = outer(fs.FixedArm(0, 1))
+    policy.update(0, 1.0, Feedback(0, 0, 0, context=(False, None)))
+    assert share_of_fastest(policy, 10.0) == 1 and share_of_fastest(policy, 20.0) == 1 and policy.fastest == 20
