@@ -176,16 +176,19 @@ def _oracle(fixed, repeat: int, stream) -> float:
 
 
 def warm(target, ways, domains, num_tokens: int, temperature: float) -> None:
-    """Every arm of every way decodes a prompt of each domain that is not measured: kernels, graphs, threads, caches.
+    """Every arm and policy decodes a prompt of each domain that is not measured: kernels, graphs, threads, caches.
+
+    Rule: 16 tokens on a CPU; whole answers where steps are captured, as an arm that comes late is captured then.
 
     Args: target; ways; domains: of the stream; num_tokens, temperature: of an answer.
     """
+    few = num_tokens if target.device.type == "cuda" else min(16, num_tokens)
     for way in ways:
-        for i in range(len(way.arms)):
-            policy = FixedArm(i, len(way.arms))
+        policies = [FixedArm(i, len(way.arms)) for i in range(len(way.arms))]
+        for policy in [*policies, way.policy()] if way.policy else policies:
             for prompt in (workloads.chat_messages(workloads.PROMPTS[domain][0]) for domain in domains):
-                options = dict(policy=policy, sampling=Sampling(temperature))
-                generate(target, way.arms, prompt, max_new_tokens=min(16, num_tokens), **options)
+                options = dict(policy=policy, context=way.context, reward=way.reward, sampling=Sampling(temperature))
+                generate(target, way.arms, prompt, max_new_tokens=few, **options)
 
 
 def _gamma(text: str) -> tuple[str, int]:

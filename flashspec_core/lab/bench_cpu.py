@@ -147,7 +147,9 @@ def peers(target, plain) -> list[Way]:
     ]
 
 
-def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.MEASURED, report=print) -> list[dict]:
+def answer_rows(
+    target, ways, num_tokens: int = 64, prompts=workloads.MEASURED, report=print, temperatures=TEMPERATURES
+) -> list[dict]:
     """Tokens a second of every way, and of ours tokens a step and the acceptance rate too.
 
     Args:
@@ -156,13 +158,14 @@ def answer_rows(target, ways, num_tokens: int = 64, prompts=workloads.MEASURED, 
         num_tokens: of an answer, which may end earlier.
         prompts: {domain: texts}.
         report: called with a line for each domain, temperature and way.
+        temperatures: of the answers.
     Returns: Rows; their quantiles are over the prompts.
     """
     rows = []
     for domain, texts in prompts.items():
         ids = [encode_prompts(target, workloads.chat_messages(text))[0] for text in texts]
         inputs = [torch.tensor(each, device=target.device) for each in ids]
-        for temperature in TEMPERATURES:
+        for temperature in temperatures:
             speeds, outs = [[] for _ in ways], [[] for _ in ways]
             for number, ids in enumerate(inputs):
                 for i, way in enumerate(ways):
@@ -198,11 +201,12 @@ def main(arguments=None) -> None:
     parser.add_argument("--dtype", help="default: the CPU's fast one")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--domains", nargs="+", default=list(workloads.MEASURED), choices=list(workloads.MEASURED))
+    parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
     o = parser.parse_args(arguments)
     target = load_target(dtype=o.dtype, device="cpu")
     plain = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype).eval()
     ways, prompts = own_ways(target) + peers(target, plain), {d: workloads.MEASURED[d] for d in o.domains}
-    bench.append_rows(answer_rows(target, ways, o.tokens, prompts), o.file)
+    bench.append_rows(answer_rows(target, ways, o.tokens, prompts, temperatures=o.temperatures), o.file)
 
 
 if __name__ == "__main__":

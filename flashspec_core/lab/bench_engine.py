@@ -7,7 +7,6 @@ It leaves out the kernels (bench_kernels.py) and CPUs (bench_cpu.py).
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import time
 from dataclasses import dataclass
@@ -213,18 +212,19 @@ def shape_rows(name, shape, device, report=print, *, num_tokens=128, repeat=3, b
     return rows
 
 
-def real_rows(device, report=print, *, num_tokens=128, num_prompts=4) -> list[dict]:
+def real_rows(device, report=print, *, num_tokens=128, num_prompts=4):
     """Every way of bench_cpu.py, draft heads among them, on SmolLM2's own weights.
 
     Args: device; report: called with a line a way; num_tokens: of an answer; num_prompts: a domain.
+    Yields: lists of rows, domain by domain.
     """
     from transformers import AutoModelForCausalLM
 
     target = load_target(REAL, device=device)
     plain = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype).eval().to(target.device)
-    prompts = {domain: texts[:num_prompts] for domain, texts in workloads.MEASURED.items()}
     ways = bench_cpu.own_ways(target) + bench_cpu.peers(target, plain)
-    return bench_cpu.answer_rows(target, ways, num_tokens, prompts, report)
+    for domain, texts in workloads.MEASURED.items():
+        yield bench_cpu.answer_rows(target, ways, num_tokens, {domain: texts[:num_prompts]}, report)
 
 
 def main(arguments=None) -> None:
@@ -232,14 +232,18 @@ def main(arguments=None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m flashspec_core.lab.bench_engine", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("file", help="the CSV that rows are added to, shape by shape")
+    parser.add_argument("file", help="the CSV that rows are added to as they come")
     parser.add_argument("--shapes", nargs="+", default=[REAL, *SHAPES], choices=[REAL, *SHAPES])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=4, help=f"a domain, for {REAL}; its peers are slow")
     o = parser.parse_args(arguments)
     for name in o.shapes:
-        make = functools.partial(shape_rows, name, SHAPES[name]) if name in SHAPES else real_rows
-        bench.append_rows(make(o.device, num_tokens=o.tokens), o.file)
+        if name in SHAPES:
+            bench.append_rows(shape_rows(name, SHAPES[name], o.device, num_tokens=o.tokens), o.file)
+        else:
+            for rows in real_rows(o.device, num_tokens=o.tokens, num_prompts=o.prompts):
+                bench.append_rows(rows, o.file)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
