@@ -9,8 +9,8 @@ import tempfile
 
 
 def build(fn, constants: dict, types: dict, capability: int, num_warps: int, dtype: str = "bf16") -> dict:
-    """Compile one kernel, and read what it takes: shared bytes, local bytes, registers, bfloat16 instructions,
-    and whether it waits for the kernel before it, and reads before that.
+    """Compile one kernel, and read what it takes: shared bytes, local bytes (what registers spill too), registers,
+    bfloat16 instructions, and whether it waits for the kernel before it, and reads before that.
 
     Args: fn: a Triton kernel; constants; types: of arguments, names without _ptr (else: pointers to dtype, i32).
     """
@@ -28,7 +28,8 @@ def build(fn, constants: dict, types: dict, capability: int, num_warps: int, dty
         file.flush()
         tool = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-    local, registers = int(re.search(r"LOCAL:(\d+)", usage)[1]), int(re.search(r"REG:(\d+)", usage)[1])
+    registers, *local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    local = sum(local)
     ptx = built.asm["ptx"]
     bf16 = len(re.findall(r"^\s*[a-z.]+\.bf16", ptx, re.M))
     reads = [m.start() for m in re.finditer(r"ld\.global|cp\.async", ptx)]

@@ -37,6 +37,19 @@ def test_rows_say_what_was_done(tmp_path):
     bench.append_rows(rows, tmp_path / "engine.csv")
 
 
+def test_rows_are_stored_as_they_come(monkeypatch, tmp_path):
+    def domains(device, num_tokens, num_prompts):
+        assert (device, num_tokens, num_prompts) == ("cpu", 128, 2)
+        yield [bench.row("decode", "flashspec_core", "tokens_per_second", "1/s", [1.0], model=bench_engine.REAL)]
+        raise TimeoutError("the second domain")
+
+    monkeypatch.setattr(bench_engine, "real_rows", domains)
+    path = tmp_path / "engine.csv"
+    with pytest.raises(TimeoutError):
+        bench_engine.main([str(path), "--shapes", bench_engine.REAL, "--device", "cpu", "--prompts", "2"])
+    assert [row["model"] for row in bench.read_rows(path)] == [bench_engine.REAL]
+
+
 def test_bytes_of_a_pass_leave_out_the_embeddings():
     target = bench_engine.synthetic_target(TINY, "cpu", torch.float32)
     layers = 6 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)

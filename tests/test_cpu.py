@@ -68,10 +68,12 @@ def test_subclasses_are_left_alone():
     assert plain_linears(layers) == []
 
 
-def test_a_model_passes_through_it_and_is_left_as_it_was(llama):
-    from flashspec_core.engine.kv_cache import CachedModel
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_model_passes_through_it_where_it_pays_and_is_left_as_it_was(llama, monkeypatch, pays):
+    from flashspec_core.engine import kv_cache
 
-    cached = CachedModel(llama.model)
+    monkeypatch.setattr(kv_cache, "narrow_pays", lambda: pays)
+    cached = kv_cache.CachedModel(llama.model)
     cached.logits([[1, 2, 3, 4]], 3)
     linears = plain_linears(llama.model)
-    assert len(linears) == 3 * 7 + 1 and cached.linears == linears
+    assert len(linears) == 3 * 7 + 1 and cached.linears == (linears if pays else [])

@@ -10,7 +10,7 @@ import inspect
 
 import torch
 
-from flashspec_core.engine.cpu import narrow_products, plain_linears
+from flashspec_core.engine.cpu import narrow_pays, narrow_products, plain_linears
 from flashspec_core.engine.heads import tapped
 
 PREFILL_CHUNK = 512  # tokens a row and pass while a long prompt is read
@@ -145,7 +145,7 @@ class CachedModel(CachedRows):
         self.window = check_can_roll_back(model)
         self.cache_argument = cache_argument(model)
         self.mask_dtype = None if model.config._attn_implementation in ("sdpa", "flash_attention_2") else model.dtype
-        self.linears = plain_linears(model)
+        self.linears = plain_linears(model) if narrow_pays() else []
         super().__init__()
 
     def clear(self):

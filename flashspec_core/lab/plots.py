@@ -189,7 +189,7 @@ def tokens_figure(rates, gammas, points: dict) -> Figure:
 
 
 def step_figure(rows, gamma: int = 4) -> Figure:
-    """The verification step by batch, a panel a vocabulary: each provider's net time, and the time of the bytes.
+    """The verification step by batch, a panel a vocabulary: each provider's net time, and the logits' read once.
 
     Args:
         rows: of kernels.csv.
@@ -211,8 +211,8 @@ def step_figure(rows, gamma: int = 4) -> Figure:
                 color, label = PALETTE[(7, 1, 3, 0)[i]], f"{name}, {mode}"
                 axes.plot(xs, ys, marker="s^Do"[i], color=color, markersize=4, label=label)
                 axes.fill_between(xs, low, high, color=color, alpha=0.2)
-            bytes_read = [2 * x * vocab * (gamma + 1 + 2) for x in xs]
-            axes.plot(xs, [b / bandwidth * 1e-6 for b in bytes_read], "k:", label="the bytes at copy speed")
+            bytes_read = [2 * x * vocab * (gamma + 1) for x in xs]
+            axes.plot(xs, [b / bandwidth * 1e-6 for b in bytes_read], "k:", label="the logits once at copy speed")
             axes.set(xscale="log", yscale="log", xlabel="batch", title=f"V = {vocab:,}")
             axes.set_xticks(xs, [f"{x:g}" for x in xs])
             axes.minorticks_off()
