@@ -9,7 +9,7 @@ import tempfile
 
 
 def build(fn, constants: dict, types: dict, capability: int, num_warps: int, dtype: str = "bf16") -> dict:
-    """Compile one kernel, and read what it takes: shared bytes, local bytes (what registers spill too), registers,
+    """Compile one kernel, and read what it takes: shared, local and spilled bytes, registers,
     bfloat16 instructions, and whether it waits for the kernel before it, and reads before that.
 
     Args: fn: a Triton kernel; constants; types: of arguments, names without _ptr (else: pointers to dtype, i32).
@@ -28,14 +28,13 @@ def build(fn, constants: dict, types: dict, capability: int, num_warps: int, dty
         file.flush()
         tool = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
         usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-    registers, *local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
-    local = sum(local)
+    registers, spilled, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
     ptx = built.asm["ptx"]
     bf16 = len(re.findall(r"^\s*[a-z.]+\.bf16", ptx, re.M))
     reads = [m.start() for m in re.finditer(r"ld\.global|cp\.async", ptx)]
     waits = ptx.find("griddepcontrol.wait")  # -1: it begins in its turn
     return dict(capability=capability, shared=built.metadata.shared, local=local, registers=registers, bf16=bf16,
-                waits=waits >= 0, reads_first=bool(reads) and min(reads) < waits)  # fmt: skip
+                spilled=spilled, waits=waits >= 0, reads_first=bool(reads) and min(reads) < waits)  # fmt: skip
 
 
 def in_a_child(code: str, cache) -> list[dict]:

@@ -74,7 +74,7 @@ def labels(figure):
 def test_kernel_figures_show_what_is_stored():
     rows = bench.read_rows(bench.RESULTS / "kernels.csv")
     shown = labels(plots.step_figure(rows))
-    for word in ("V = 32,000", "V = 128,256", "vllm-0.32", "flashspec_core", "torch-compiled", "bytes"):
+    for word in ("V = 32,000", "V = 128,256", "vllm-0.32", "flashspec_core", "torch-compiled", "logits once"):
         assert word in shown
     assert "accept and recover" in labels(plots.parts_figure(rows, gamma=8))
     panels = plots.parts_figure(bench.read_rows(bench.RESULTS / "kernels.csv")).axes

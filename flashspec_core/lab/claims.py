@@ -15,7 +15,7 @@ HOLDS, PARTLY, FAILS = "holds", "holds with a condition", "does not hold"
 NOT_HERE, NOT_YET = "not measurable here", "not measured yet"
 MARKS = {HOLDS: "●", PARTLY: "◐", FAILS: "○", NOT_HERE: "–", NOT_YET: "–"}
 ONE_RUN = ("model", "device", "dtype", "commit")  # a ratio is of two rows that share these
-BARE = ("domain", "model", "note", "provider")  # columns whose cells need no name
+BARE = ("domain", "model", "note", "provider", "dtype")  # columns whose cells need no name
 
 
 @dataclass(frozen=True)
