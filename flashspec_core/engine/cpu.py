@@ -6,6 +6,7 @@ long as weight @ tokens^T does. The model's own modules are lent for the pass an
 
 from __future__ import annotations
 
+import functools
 import platform
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ class _NarrowLinear(torch.nn.Linear):
         return out.view(*x.shape[:-1], -1)
 
 
+@functools.cache  # a call of generate asks
 def narrow_pays(cpu: str | None = None) -> bool:
     """Whether `narrow_products` is the faster way here: on AMD's CPUs; on Intel's `linear` is, by up to twice.
 

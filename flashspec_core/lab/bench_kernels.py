@@ -237,12 +237,10 @@ def count(path: str) -> None:
 
     Args: path: of the CSV.
     """
-    rows = []
     for vocab, batch in itertools.product(VOCABS, (8, 128)):
         if (read := counted_bytes(batch, vocab, 4)) is not None:
             cells = dict(batch=batch, vocab=vocab, gamma=4, dtype="bfloat16", method="token", note="Nsight Compute")
-            rows.append(bench.row("verify", "flashspec_core", "memory_read", "bytes", [read], **cells))
-    bench.append_rows(rows, path)
+            bench.append_rows([bench.row("verify", "flashspec_core", "memory_read", "bytes", [read], **cells)], path)
 
 
 def once(batch: int, vocab: int, gamma: int) -> None:

@@ -93,6 +93,8 @@ def values(rows, by) -> dict[str, float]:
 
     >>> values([{"domain": "code", "batch": "8", "p50": "2.5"}], ("domain", "batch"))
     {'code, batch 8': 2.5}
+    >>> values([{"temperature": "0.7", "dtype": "float32", "p50": "2.5"}], ("temperature", "dtype"))
+    {'temperature 0.7, float32': 2.5}
     """
     return {_name(row, by): float(row["p50"]) for row in reversed(rows)}
 

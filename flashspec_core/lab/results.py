@@ -39,23 +39,23 @@ def _cpu():
 
 def _engine():
     stored = pick(read_rows(RESULTS / "engine.csv"), metric="tokens_per_second", batch=1)
+    ours, lines = dict(provider="flashspec_core"), []
     for domain, name in (("chat", "eagle-chat"), ("code", "eagle-code")):
-        rows, told = pick(stored, model="smollm2-135m", domain=domain), []
-        for temperature in ("0.0", "0.7"):
-            at = pick(rows, provider="flashspec_core", temperature=temperature)
-            own, plain = median(at, note=name), median(at, note="off")
-            told.append(f"{own:,.0f} tokens/s, {own / plain:.1f}x at temperature {temperature}")
-        yield f"SmolLM2-135M, {domain}: {name}, over plain decoding in captured steps", "; ".join(told), rows[0]
+        what = f"SmolLM2-135M, {domain}: {name}, over plain decoding in captured steps"
+        rows = pick(stored, model="smollm2-135m", domain=domain)
+        lines.append((what, rows, ours | dict(note=name), ours | dict(note="off")))
     for model, size in (("tinyllama-1.1b-shape", "1.1 B"), ("llama-3-8b-shape", "8 B")):
-        rows = pick(stored, model=model)
         for gamma, peer in ((4, "flashspec-0.3.1"), ("", "transformers-compiled")):
-            told = []
-            for temperature in ("0.0", "0.7"):
-                at = pick(rows, temperature=temperature, gamma=gamma)
-                own, other = median(at, provider="flashspec_core"), median(at, provider=peer)
-                told.append(f"{own:,.0f} tokens/s, {own / other:.1f}x at temperature {temperature}")
             how = f"speculative, gamma {gamma}" if gamma else "plain"
-            yield f"{size} weights, synthetic acceptance, {how}, over {peer}", "; ".join(told), rows[0]
+            what = f"{size} weights, synthetic acceptance, {how}, over {peer}"
+            lines.append((what, pick(stored, model=model, gamma=gamma), ours, dict(provider=peer)))
+    for what, rows, own, other in lines:
+        told = []
+        for temperature in ("0.0", "0.7"):
+            at = pick(rows, temperature=temperature)
+            speed = median(at, **own)
+            told.append(f"{speed:,.0f} tokens/s, {speed / median(at, **other):.1f}x at temperature {temperature}")
+        yield what, "; ".join(told), rows[0]
 
 
 def _kernels():
