@@ -8,11 +8,17 @@ import sys
 import tempfile
 
 
-def build(fn, constants: dict, types: dict, capability: int, num_warps: int, dtype: str = "bf16") -> dict:
+def build(
+    fn, constants: dict, types: dict, capability: int, num_warps: int, dtype: str = "bf16", aligned=(), **options
+) -> dict:
     """Compile one kernel, and read what it takes: shared, local and spilled bytes, registers,
     bfloat16 instructions, and whether it waits for the kernel before it, and reads before that.
 
-    Args: fn: a Triton kernel; constants; types: of arguments, names without _ptr (else: pointers to dtype, i32).
+    Args:
+        fn: a Triton kernel; constants.
+        types: of arguments, names without _ptr (else: pointers to dtype, i32).
+        capability, num_warps, dtype, options: of the compiler.
+        aligned: names of arguments, with _ptr, that are multiples of 16.
     """
     import triton
     import triton.backends.nvidia as nvidia
@@ -21,8 +27,9 @@ def build(fn, constants: dict, types: dict, capability: int, num_warps: int, dty
 
     of = lambda name: types.get(name.removesuffix("_ptr"), "*" + dtype if name.endswith("_ptr") else "i32")  # noqa: E731
     signature = {name: of(name) for name in fn.arg_names} | dict.fromkeys(constants, "constexpr")
-    source, target = ASTSource(fn, signature, constexprs=constants), GPUTarget("cuda", capability, 32)
-    built = triton.compile(source, target=target, options={"num_warps": num_warps})
+    attrs = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source, target = ASTSource(fn, signature, constexprs=constants, attrs=attrs), GPUTarget("cuda", capability, 32)
+    built = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()

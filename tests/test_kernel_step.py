@@ -39,14 +39,18 @@ from flashspec_core.verify import kernel_step
 types = dict.fromkeys("laws floors kept log_u parts bounds logs".split(), "*fp32")
 types |= dict.fromkeys("ids seeds positions out".split(), "*i64")
 types |= dict.fromkeys("inverse winners state".split(), "*i32")
-verify = dict(PHASE=0, BLOCK=1024, LANES=128, TILES=8, FEW=8, ROWS=5, GAMMA=8, SPLITS=16, DENSE=True, ALIGNED=True)
-cases = [(kernel_step._floors_kernel, dict(SKIP=16, GAMMA=8, BLOCK=4096), 8)]
-for method, kind in ((0, 2), (1, 1), (2, 0)):
-    shape = dict(METHOD=method, PURPOSE=3, KIND=kind, FILTERED=method == 1)
-    cases.append((kernel_step._verify_kernel, verify | shape, 4))
-assert all("vocab" in fn.arg_names and "vocab" not in constants for fn, constants, _ in cases)
+verify = dict(PHASE=0, BLOCK=1024, LANES=128, FEW=16, ROWS=5, GAMMA=8, SPLITS=16, DENSE=True, ALIGNED=True)
+aligned = [name for name in kernel_step._verify_kernel.arg_names if name.endswith("_ptr")]
+aligned += ["vocab", "draft_vocab", "part"]
+cases = [(kernel_step._floors_kernel, dict(SKIP=16, GAMMA=8, BLOCK=4096), 8, {})]
+for method, kind, tiles, bounds in ((0, 2, 8, 1024), (1, 1, 2, 0), (2, 0, 8, 256)):
+    shape = dict(METHOD=method, PURPOSE=3, KIND=kind, FILTERED=method == 1, TILES=tiles, BOUNDS=bounds)
+    cases.append((kernel_step._verify_kernel, verify | shape, 4, dict(maxnreg=128, aligned=aligned)))
+cases.append((kernel_step._verify_kernel, verify | shape | dict(METHOD=0, KIND=2, ALIGNED=False), 4, {}))
+assert all("vocab" in fn.arg_names and "vocab" not in constants for fn, constants, _, _ in cases)
 out = [
-    build(fn, constants, types, capability, warps) for capability in (75, 80, 90, 100) for fn, constants, warps in cases
+    build(fn, constants, types, capability, warps, **options)
+    for capability in (75, 80, 90, 100) for fn, constants, warps, options in cases
 ]
 """
 
@@ -55,9 +59,12 @@ def test_it_compiles_for_each_architecture_and_its_footprint_does_not_hang_on_th
     # the seed's O(1) claim, read from the compiler: V is an argument of the kernel and no constant of it, so one binary
     # serves every vocabulary, with the shared memory and the registers that stand here
     built = in_a_child(COMPILE, tmp_path)
-    assert [b["capability"] for b in built] == [c for c in (75, 80, 90, 100) for _ in range(4)]
+    assert [b["capability"] for b in built] == [c for c in (75, 80, 90, 100) for _ in range(5)]
     for b in built:
         assert b["shared"] <= 8192 and b["local"] == 0 and b["spilled"] <= 96 and b["registers"] <= 255
+    for b in (b for i, b in enumerate(built) if i % 5 in (1, 2, 3)):  # aligned rows: four programs run at once
+        assert b["shared"] <= 128 and b["spilled"] == 0 and b["registers"] <= kernels.REGISTERS == 128
+    for b in built:
         assert b["bf16"] == 0 or b["capability"] > 75
     for kernel in (kernel_step._verify_kernel, kernel_step._floors_kernel):
         assert "vocab" in kernel.arg_names

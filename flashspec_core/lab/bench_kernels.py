@@ -170,21 +170,20 @@ def shared_bytes(vocab: int, batch: int = 8, gamma: int = 4, capability: int = 7
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, tiles = kernels._verify_kernel, -(-vocab // 1024)
-    part = -(-tiles // max(1, min(tiles, kernels.PER_CORE * cores // batch, cores, 128)))  # as Workspace shares it out
-    parts, splits = 2 ** (part - 1).bit_length(), 2 ** (-(-tiles // part) - 1).bit_length()
-    constants = dict(METHOD=0, PURPOSE=RECOVER, FILTERED=False, KIND=2, DENSE=True, ALIGNED=True, PHASE=0, BLOCK=1024)
-    constants |= dict(TILES=parts, SPLITS=splits, FEW=max(1, min(kernels.FEW, 128 // parts)), LANES=kernels.LANES)
-    constants |= dict(ROWS=gamma + 1, GAMMA=2 ** gamma.bit_length())
+    kernel, (_, splits, run, bounded) = kernels._verify_kernel, kernels.shares(batch, vocab, cores)
+    constants = dict(METHOD=0, PURPOSE=RECOVER, FILTERED=False, KIND=2, DENSE=True, ALIGNED=True, PHASE=0)
+    constants |= dict(BLOCK=kernels.TILE, LANES=kernels.LANES, TILES=run, BOUNDS=bounded, FEW=kernels.FEW)
+    constants |= dict(SPLITS=2 ** (splits - 1).bit_length(), ROWS=gamma + 1, GAMMA=2 ** gamma.bit_length())
     types = dict.fromkeys(("laws", "floors", "kept", "log_u", "parts", "bounds", "logs"), "*fp32")
     types |= dict.fromkeys(("ids", "seeds", "positions", "out"), "*i64")
     types |= dict.fromkeys(("inverse", "winners", "state"), "*i32")
     of = lambda name: types.get(name.removesuffix("_ptr"), "*fp16" if name.endswith("_ptr") else "i32")  # noqa: E731
-    source = ASTSource(
-        kernel, {name: of(name) for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr"), constants
-    )
+    signature = {name: of(name) for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    whole = {i: name.endswith("_ptr") or name in ("vocab", "draft_vocab", "part") for i, name in enumerate(signature)}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, multiple in whole.items() if multiple}
+    source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": 4}).metadata.shared
+    return triton.compile(source, target=target, options={"num_warps": 4, "maxnreg": kernels.REGISTERS}).metadata.shared
 
 
 def counted_bytes(batch: int, vocab: int, gamma: int) -> float | None:

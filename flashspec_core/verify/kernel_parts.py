@@ -10,6 +10,8 @@ import triton.language as tl
 
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 NO_ID = tl.constexpr(2147483647)
+LEAST = tl.constexpr(-3.4028234663852886e38)  # of float32
+NOTHING = tl.constexpr(-0x7F0080)  # -inf twice, as bfloat16
 
 
 @triton.jit
@@ -32,58 +34,101 @@ def _one_minus_exp(e):
 
 
 @triton.jit
+def _columns(each, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """[n, SIZE] from a tuple of COUNT tensors [n]; what is left over repeats the first."""
+    for _ in tl.static_range(SIZE - COUNT):
+        each += (each[0],)
+    for bit in tl.static_range(8):
+        if SIZE >> bit > 1:
+            joined = ()
+            for i in tl.static_range(SIZE >> bit + 1):
+                joined += (tl.join(each[i], each[i + (SIZE >> bit + 1)]),)
+            each = joined
+    return tl.reshape(each[0], [each[0].shape[0], SIZE])
+
+
+@triton.jit
+def _eights(rows_ptr, stride, count, first, last, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Raw logits of the eight ids from each of first on, in all rows; -inf outside. Aligned bfloat16: two a word."""
+    loaded = ()
+    for r in tl.static_range(ROWS):
+        end = tl.where(r < count, last, 0)
+        if ALIGNED:  # all eight are inside or none: one load
+            inside = first[:, None] < end
+        else:
+            inside = first[:, None] + tl.arange(0, 8)[None, :] < end
+        row = rows_ptr + r * stride
+        if ALIGNED and rows_ptr.dtype.element_ty == tl.bfloat16:
+            words = row.to(tl.pointer_type(tl.int32)) + (first // 2)[:, None] + tl.arange(0, 4)[None, :]
+            loaded += (tl.load(words, mask=inside, other=NOTHING),)
+        else:
+            eight = first[:, None] + tl.arange(0, 8)[None, :]
+            loaded += (tl.load(row + eight, mask=inside, other=float("-inf")),)
+    return loaded
+
+
+@triton.jit
+def _widened(x):
+    """float32 of what _eights loads."""
+    if x.dtype == tl.int32:
+        low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(low, high), [x.shape[0], 8])
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def _sweep(
     rows_ptr, stride, count, first, last, scale, floors_ptr, seed, position, most_ptr, sum_ptr, bounds_ptr, splits,
-    ROWS: tl.constexpr, LANES: tl.constexpr, FILTERED: tl.constexpr, RACES: tl.constexpr, PURPOSE: tl.constexpr,
-    MOVES: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BOUNDS: tl.constexpr,
+    FILTERED: tl.constexpr, PURPOSE: tl.constexpr, MOVES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Ids first..last - 1 of all rows of a sequence: largest scaled logit (log2), sum of 2^(logit - largest).
 
-    RACES: and for each lane, eight ids of every tile, the most that an id of it may score: log2 of weight * haste.
-    Computed while the rows are on their way, it leaves little of a row to be read again. MOVES: noise of its own a row.
+    BOUNDS > 0: for each lane, eight ids of every tile of a run, the most that an id of it may score: log2 of the larger
+    weight of a pair over its lesser time. Computed while the next rows are on their way, it leaves little of a row to
+    be read again. MOVES: noise of its own a row.
     """
     lanes = tl.arange(0, LANES)
-    most, total, bound = (), (), ()
+    most, total = (), ()
     for _ in tl.static_range(ROWS):
-        most += (tl.full([LANES], float("-inf"), tl.float32),)
+        most += (tl.full([LANES], LEAST, tl.float32),)
         total += (tl.zeros([LANES], tl.float32),)
-        bound += (tl.zeros([LANES], tl.float32),)
-    for start in range(first, last, 8 * LANES):
-        own = start + 8 * lanes
-        v = own[:, None] + tl.arange(0, 8)[None, :]
-        place = v
-        if ALIGNED:  # all eight are inside or none: one load
-            place = own[:, None] + tl.zeros([1, 8], tl.int32)
-        loaded, before = (), (most, total, bound)
-        for r in tl.static_range(ROWS):
-            inside = place < tl.where(r < count, last, first)
-            loaded += (tl.load(rows_ptr + r * stride + v, mask=inside, other=float("-inf")),)
-        most, total, bound = (), (), ()
-        if RACES and not MOVES:
-            haste = _haste(_words(seed, own, position, PURPOSE))
-        for r in tl.static_range(ROWS):
-            x = loaded[r].to(tl.float32)
-            if FILTERED:
-                x = tl.where(x < tl.load(floors_ptr + r), float("-inf"), x)
-            top = tl.maximum(before[0][r], tl.max(x, axis=1) * (scale * LOG2E))
-            base = _finite(top)
-            each = tl.exp2(tl.fma(x, scale * LOG2E, -base[:, None]))
-            shrink = tl.exp2(before[0][r] - base)
-            most += (top,)
-            total += (before[1][r] * shrink + tl.sum(each, axis=1),)
-            if RACES:
-                if MOVES:
-                    haste = _haste(_words(seed, own, position + r, PURPOSE))
-                bound += (tl.maximum(before[2][r] * shrink, tl.max(each * haste, axis=1)),)
-            else:
-                bound += (before[2][r],)
-    for r in tl.static_range(ROWS):
-        if r < count:
-            largest = tl.max(most[r])
-            tl.store(most_ptr + r * splits, largest)
-            tl.store(sum_ptr + r * splits, tl.sum(total[r] * tl.exp2(most[r] - _finite(largest))))
-            if RACES:
-                tl.store(bounds_ptr + r * splits * LANES + lanes, _finite(most[r]) + tl.log2(bound[r]))
+    waiting = _eights(rows_ptr, stride, count, first + 8 * lanes, last, ROWS, ALIGNED)
+    for run in range(first, last, TILES * 8 * LANES):
+        bound = ()
+        for _ in tl.static_range(ROWS):
+            bound += (tl.full([LANES], float("-inf"), tl.float32),)
+        for start in range(run, tl.minimum(run + TILES * 8 * LANES, last), 8 * LANES):
+            own, loaded, before = start + 8 * lanes, waiting, (most, total, bound)
+            waiting = _eights(rows_ptr, stride, count, own + 8 * LANES, last, ROWS, ALIGNED)  # of the next tile
+            most, total, bound = (), (), ()
+            if BOUNDS > 0 and not MOVES:
+                haste = _haste(seed, own, position, PURPOSE)
+            for r in tl.static_range(ROWS):
+                x = _widened(loaded[r])
+                if FILTERED:
+                    x = tl.where(x < tl.load(floors_ptr + r), float("-inf"), x)
+                large = tl.max(tl.reshape(x, [LANES, 4, 2]), axis=2)
+                top = tl.maximum(before[0][r], tl.max(large, axis=1) * (scale * LOG2E))
+                each = tl.exp2(tl.fma(x, scale * LOG2E, -top[:, None]))
+                most += (top,)
+                total += (before[1][r] * tl.exp2(before[0][r] - top) + tl.sum(each, axis=1),)
+                if BOUNDS > 0:
+                    if MOVES:
+                        haste = _haste(seed, own, position + r, PURPOSE)
+                    bound += (tl.maximum(before[2][r], tl.max(tl.fma(large, scale * LOG2E, haste), axis=1)),)
+                else:
+                    bound += (before[2][r],)
+        if BOUNDS > 0:
+            for r in tl.static_range(ROWS):
+                if r < count:
+                    tl.store(bounds_ptr + r * splits * BOUNDS + (run - first) // (TILES * 8) + lanes, bound[r])
+    rows, mosts = tl.arange(0, SIZE), _columns(most, ROWS, SIZE)
+    largest = tl.max(mosts, axis=0)
+    sums = tl.sum(_columns(total, ROWS, SIZE) * tl.exp2(mosts - largest[None, :]), axis=0)
+    tl.store(most_ptr + rows * splits, largest, mask=rows < count)
+    tl.store(sum_ptr + rows * splits, sums, mask=rows < count)
 
 
 @triton.jit
@@ -119,10 +164,16 @@ def _log_sums(most_ptr, sum_ptr, rows, inside, splits, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def _uniforms(words):
+    """v of each word, inside (0, 1), as noise.gumbels has it."""
+    v = tl.fma(words.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
+    return tl.minimum(v, 0.999999940395355224609375)
+
+
+@triton.jit
 def _times(words):
     """E of each id, exponential of rate 1, as noise.gumbels has it: its Gumbel is -log E."""
-    v = tl.fma(words.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
-    v = tl.minimum(v, 0.999999940395355224609375)
+    v = _uniforms(words)
     series = v * tl.fma(v, tl.fma(v, tl.fma(v, tl.fma(v, 0.2, 0.25), 1 / 3), 0.5), 1.0)
     return tl.where(v < 0.0625, series, -LN2 * tl.log2(1 - v))
 
@@ -130,10 +181,11 @@ def _times(words):
 @triton.jit
 def _draft_logits(row_ptr, inverse_ptr, v, inside, floor, draft_vocab, DENSE: tl.constexpr):
     """The draft's logit of each target id, -inf where it has none."""
-    column = v
-    if not DENSE:
+    if DENSE:
+        return _logits(row_ptr + v, inside, floor)
+    else:
         column = tl.load(inverse_ptr + v, mask=inside, other=-1)
-    return _logits(row_ptr + column, inside & (column >= 0) & (column < draft_vocab), floor)
+        return _logits(row_ptr + column, inside & (column >= 0) & (column < draft_vocab), floor)
 
 
 @triton.jit
@@ -153,7 +205,8 @@ def _excess_sum(
     for start in range(first, last, BLOCK):
         v = start + tl.arange(0, BLOCK)
         p = tl.fma(_logits(target_row + v, v < last, floor), scale * LOG2E, -p_sum)
-        drafted = _draft_logits(draft_row, inverse_ptr, v, v < last, q_floor, draft_vocab, DENSE)
+        known = v < (tl.minimum(last, draft_vocab) if DENSE else last)
+        drafted = _draft_logits(draft_row, inverse_ptr, v, known, q_floor, draft_vocab, DENSE)
         total += _excess(tl.exp2(p), p, drafted, scale, q_sum)
     return tl.sum(total)
 
@@ -185,64 +238,93 @@ def _words(seed, first, position, PURPOSE: tl.constexpr):
 
 
 @triton.jit
-def _haste(words):
-    """At least 1 / E of each id and cheap: a bit trick that gives 1 / u and up to an eighth more; E is at least u."""
-    uniform = ((words >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    return (0x7F000000 - uniform.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+def _haste(seed, first, position, PURPOSE: tl.constexpr):
+    """log2, [rows, 4]: at least 1 / E of both ids of each of the four pairs from first [rows] on; E is at least v."""
+    a0, a1, a2, a3 = _block(seed, first // 4, position, PURPOSE)
+    b0, b1, b2, b3 = _block(seed, first // 4 + 1, position, PURPOSE)
+    pairs = tl.minimum(a0, a1), tl.minimum(a2, a3), tl.minimum(b0, b1), tl.minimum(b2, b3)
+    bits = _uniforms(_columns(pairs, 4, 4)).to(tl.int32, bitcast=True).to(tl.float32)
+    return tl.fma(bits, -1.1920928955078125e-07, 127.0)  # a line under each octave of log2
+
+
+@triton.jit
+def _scores(
+    target_row, draft_row, inverse_ptr, own, last, scale, floor, q_floor, seed, position, p_sum, q_sum, fell, x,
+    draft_vocab, PURPOSE: tl.constexpr, HAS_DRAFT: tl.constexpr, DENSE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The largest weight / E of the eight ids from each of own on, and the lowest id that has it."""
+    v = own[:, None] + tl.arange(0, 8)[None, :]
+    place = v
+    if ALIGNED:
+        place = own[:, None] + tl.zeros([1, 8], tl.int32)
+    logit = _logits(target_row + v, place < last, floor)
+    if HAS_DRAFT:
+        end = tl.where(fell, last, 0)
+        if DENSE:
+            end = tl.minimum(end, draft_vocab)
+        drafted = _draft_logits(draft_row, inverse_ptr, v, place < end, q_floor, draft_vocab, DENSE)
+    p = tl.fma(logit, scale * LOG2E, -p_sum)
+    weight = tl.exp2(p)
+    if HAS_DRAFT:
+        weight = _excess(weight, p, drafted, scale, q_sum)
+    else:
+        weight = tl.where(v == tl.where(fell, x, -1), 0.0, weight)
+    score = weight / _times(_words(seed, own, position, PURPOSE))
+    top = tl.max(score)
+    return top, tl.min(tl.where(score == top, v, NO_ID))
 
 
 @triton.jit
 def _race(
     target_row, draft_row, inverse_ptr, bounds_ptr, first, last, scale, floor, q_floor, seed, position, p_sum, q_sum,
     fell, x, draft_vocab, shared_ptr,
-    PURPOSE: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr, HAS_DRAFT: tl.constexpr,
-    DENSE: tl.constexpr, SHARED: tl.constexpr,
+    PURPOSE: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BOUNDS: tl.constexpr, FEW: tl.constexpr,
+    HAS_DRAFT: tl.constexpr, DENSE: tl.constexpr, ALIGNED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """The id of first..last - 1 with the largest weight / E, and that score; 0 where nothing weighs anything.
 
     An id weighs p, or (p - q)+ where a draft fell: at most p in any case. So a lane whose bound (_sweep) does not reach
-    the best score so far cannot win. Lanes are read a few at a time, those within a quarter of the largest bound first.
+    the best score so far cannot win. Lanes are read a few at a time, the best of each of FEW groups; without bounds
+    (BOUNDS = 0: parts of few tiles) all are read at once.
     """
-    best = 0.0
-    winner = tl.full([], NO_ID, tl.int32)
-    lanes, tiles, places = tl.arange(0, LANES), tl.arange(0, TILES), tl.arange(0, FEW)
-    bound = tl.load(bounds_ptr + lanes) - p_sum
-    slack = 1e-3 + 2.4e-7 * (tl.abs(bound) + 2 * tl.abs(p_sum) + 32)  # what rounding may take
-    bound = tl.where(bound > float("-inf"), bound + slack, float("-inf"))
-    most, least = tl.max(bound), float("-inf")
-    while (most > float("-inf")) & (most >= least):
-        may = bound >= tl.maximum(most - 2, least)
-        count = tl.cumsum(may.to(tl.int32))
-        picked = may[None, :] & (count[None, :] == places[:, None] + 1)
-        lane = tl.min(tl.where(picked, lanes[None, :], LANES * TILES), axis=1)
-        bound = tl.where(may & (count <= FEW), float("-inf"), bound)
-        own = tl.reshape(first + (tiles[None, :] * LANES + lane[:, None]) * 8, [FEW * TILES])
-        v = own[:, None] + tl.arange(0, 8)[None, :]
-        logit = _logits(target_row + v, v < last, floor)
-        if HAS_DRAFT:
-            drafted = _draft_logits(
-                draft_row, inverse_ptr, v, v < tl.where(fell, last, first), q_floor, draft_vocab, DENSE
-            )
-        words = _words(seed, own, position, PURPOSE)
-        p = tl.fma(logit, scale * LOG2E, -p_sum)
-        weight = tl.exp2(p)
-        if HAS_DRAFT:
-            weight = _excess(weight, p, drafted, scale, q_sum)
-        else:
-            weight = tl.where(v == tl.where(fell, x, -1), 0.0, weight)
-        score = weight / _times(words)
-        top = tl.max(score)
-        if (top > 0) & (top >= best):
-            lowest = tl.min(tl.where(score == top, v, NO_ID))
-            winner = tl.where(top > best, lowest, tl.minimum(winner, lowest))
-            best = top
-            if SHARED:
-                tl.atomic_max(shared_ptr, best.to(tl.int32, bitcast=True), sem="relaxed")
-        most, least = tl.max(bound), best
-        if SHARED:  # each thread reads for itself, and all must go on with one number
-            others = tl.load(shared_ptr + 0 * lanes, volatile=True).to(tl.float32, bitcast=True)
-            least = tl.maximum(best, tl.max(others))
-        least = tl.log2(least)
+    best, winner = 0.0, tl.full([], NO_ID, tl.int32)
+    if BOUNDS == 0:
+        top, lowest = _scores(
+            target_row, draft_row, inverse_ptr, first + 8 * tl.arange(0, TILES * LANES), last, scale, floor, q_floor,
+            seed, position, p_sum, q_sum, fell, x, draft_vocab, PURPOSE, HAS_DRAFT, DENSE, ALIGNED,
+        )  # fmt: skip
+        if top > 0:
+            best, winner = top, lowest
+    else:
+        at = tl.arange(0, FEW * TILES)
+        lanes = tl.arange(0, FEW)[:, None] * (BOUNDS // FEW) + tl.arange(0, BOUNDS // FEW)[None, :]
+        inside = lanes // LANES * (TILES * 8 * LANES) < last - first  # runs that were swept
+        bound = tl.load(bounds_ptr + lanes, mask=inside, other=float("-inf")) - p_sum
+        slack = 1e-3 + 2.4e-7 * (tl.abs(bound) + 2 * tl.abs(p_sum) + 32)  # what rounding may take
+        bound = tl.where(bound > float("-inf"), bound + slack, float("-inf"))
+        tops, least = tl.max(bound, axis=1), tl.full([], float("-inf"), tl.float32)
+        most = tl.max(tops)
+        while (most > float("-inf")) & (most >= least):
+            lane = tl.max(tl.where(bound == tops[:, None], lanes, -1), axis=1)
+            bound = tl.where(lanes == lane[:, None], float("-inf"), bound)
+            lane = tl.where((tops > float("-inf")) & (tops >= least), lane, BOUNDS)
+            lane = tl.gather(lane, at // TILES, axis=0)
+            own = first + ((lane // LANES * TILES + at % TILES) * LANES + lane % LANES) * 8
+            top, lowest = _scores(
+                target_row, draft_row, inverse_ptr, own, last, scale, floor, q_floor, seed, position, p_sum, q_sum,
+                fell, x, draft_vocab, PURPOSE, HAS_DRAFT, DENSE, ALIGNED,
+            )  # fmt: skip
+            if (top > 0) & (top >= best):
+                winner = tl.where(top > best, lowest, tl.minimum(winner, lowest))
+                best = top
+                if SHARED and tl.num_programs(0) > 1:
+                    tl.atomic_max(shared_ptr, best.to(tl.int32, bitcast=True), sem="relaxed")
+            tops, least = tl.max(bound, axis=1), best
+            most = tl.max(tops)
+            if SHARED and tl.num_programs(0) > 1:  # each thread reads for itself, and all must go on with one number
+                others = tl.load(shared_ptr + 0 * tl.arange(0, LANES), volatile=True).to(tl.float32, bitcast=True)
+                least = tl.maximum(best, tl.max(others))
+            least = tl.log2(least)
     return best, winner
 
 

@@ -102,9 +102,10 @@ def _floors_kernel(
 def _wait(arrived_ptr, splits):
     """Until all programs of a sequence have come; they are dispatched one after another, so all of them run."""
     tl.debug_barrier()
-    seen = tl.atomic_add(arrived_ptr, 1, sem="release") + 1
-    while seen < splits:
-        seen = tl.load(arrived_ptr, volatile=True)
+    if splits > 1:
+        seen = tl.atomic_add(arrived_ptr, 1, sem="release") + 1
+        while seen < splits:
+            seen = tl.load(arrived_ptr, volatile=True)
     tl.debug_barrier()  # what the others left is then read past this core's own cache (volatile)
 
 
@@ -134,16 +135,16 @@ def _verify_kernel(
     target_ptr,  # [batch, gamma + 1, vocab]
     draft_ptr,  # [batch, gamma, draft_vocab]
     ids_ptr,  # [batch, gamma] int64, -1 behind a row's own end
-    inverse_ptr,  # [vocab] int32, a target id's place in the draft's vocabulary, -1: none
-    laws_ptr,  # [batch, 5] float32: 1 / temperature (0: greedy), and the filters
-    floors_ptr,  # [batch, 2 gamma + 1] float32, the lowest logit that they keep
     kept_ptr,  # [batch, gamma] float32, the draft's log-sum-exp kept from the draw
     log_u_ptr,  # [batch, gamma] float32
     seeds_ptr,  # [batch] int64
     positions_ptr,  # [batch] int64, coupled only
+    inverse_ptr,  # [vocab] int32, a target id's place in the draft's vocabulary, -1: none
+    laws_ptr,  # [batch, 5] float32: 1 / temperature (0: greedy), and the filters
+    floors_ptr,  # [batch, 2 gamma + 1] float32, the lowest logit that they keep
     parts_ptr,  # [batch, 4, 2 gamma + 2, splits] float32: largest, sum, score, excess of target rows, draft rows, race
     winners_ptr,  # [batch, 2 gamma + 2, splits] int32: the ids of these scores
-    bounds_ptr,  # [batch, gamma + 1, splits, LANES] float32: the most that an id of a lane may score
+    bounds_ptr,  # [batch, gamma + 1, splits, BOUNDS] float32: the most that an id of a lane may score
     state_ptr,  # [batch, 4] int32, zero before and after: three counters, bits of the best score so far
     out_ptr,  # [batch, gamma + 4] int64: number accepted, next id, first invalid position, the emitted ids
     logs_ptr,  # [batch, 3, gamma + 1] float32: log p and log q of the drafted ids, log-sum-exp of the target's rows
@@ -156,8 +157,9 @@ def _verify_kernel(
     PURPOSE: tl.constexpr,  # of the noise
     FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    TILES: tl.constexpr,  # of a part, or a little more
+    LANES: tl.constexpr,  # threads of a program
+    TILES: tl.constexpr,  # of a run, whose lanes are bounded apart
+    BOUNDS: tl.constexpr,  # lanes of all runs of a part; 0: the race reads all of it
     FEW: tl.constexpr,  # lanes that are raced at a time
     ROWS: tl.constexpr,  # gamma + 1
     GAMMA: tl.constexpr,  # the next power of 2
@@ -186,7 +188,7 @@ def _verify_kernel(
     floors_ptr += b * (2 * gamma + 1)
     state_ptr += 4 * b
     logs_ptr += 3 * b * (gamma + 1)
-    bounds_ptr += (b * (gamma + 1) * splits + split) * LANES
+    bounds_ptr += (b * (gamma + 1) * splits + split) * BOUNDS
     target_rows = target_ptr + b * (gamma + 1) * vocab
     draft_rows = draft_ptr + b * gamma * draft_vocab
     first = split * part
@@ -208,7 +210,8 @@ def _verify_kernel(
         else:
             _sweep(
                 target_rows, vocab, drafted + 1, first, last, scale, floors_ptr, seed, position, most_ptr + split,
-                sum_ptr + split, bounds_ptr, splits, ROWS, LANES, FILTERED, True, PURPOSE, METHOD == _COUPLED, ALIGNED,
+                sum_ptr + split, bounds_ptr, splits, ROWS, GAMMA, LANES, TILES, BOUNDS, FILTERED, PURPOSE,
+                METHOD == _COUPLED, ALIGNED,
             )  # fmt: skip
             if METHOD == _COUPLED:
                 tl.debug_barrier()  # the threads read each other's bounds
@@ -219,9 +222,9 @@ def _verify_kernel(
                         floor = tl.load(floors_ptr + r)
                     row, base = target_rows + r * vocab, _finite(tl.load(most_ptr + o))
                     top, winner = _race(
-                        row, row, inverse_ptr, bounds_ptr + r * splits * LANES, first, last, scale, floor, floor, seed,
-                        position + r, base, 0.0, False, 0, vocab, state_ptr, PURPOSE, LANES, TILES, FEW, False, True,
-                        False,
+                        row, row, inverse_ptr, bounds_ptr + r * splits * BOUNDS, first, last, scale, floor, floor, seed,
+                        position + r, base, 0.0, False, 0, vocab, state_ptr, PURPOSE, LANES, TILES, BOUNDS, FEW, False,
+                        True, ALIGNED, False,
                     )  # fmt: skip
                     tl.store(score_ptr + o, base + tl.log2(top))
                     tl.store(winners_ptr + o, winner)
@@ -229,18 +232,32 @@ def _verify_kernel(
                 _sweep(
                     draft_rows, draft_vocab, drafted, first, last_draft, scale, floors_ptr + gamma + 1, seed, 0,
                     most_ptr + (gamma + 1) * splits + split, sum_ptr + (gamma + 1) * splits + split, bounds_ptr, splits,
-                    ROWS - 1, LANES, FILTERED, False, PURPOSE, False, ALIGNED,
+                    ROWS - 1, GAMMA, LANES, TILES, 0, FILTERED, PURPOSE, False, ALIGNED,
                 )  # fmt: skip
+    inside, tested = at <= drafted, at < drafted
+    if PHASE != 1:  # two numbers a token, whatever V is; they are on their way while the others are waited for
+        weighed, x = at < tl.where(scale > 0.0, drafted, 0), tl.maximum(ids, 0)
+        logit = tl.load(target_rows + at * vocab + x, mask=weighed, other=0.0).to(tl.float32)
+        log_u = tl.load(log_u_ptr + b * gamma + at, mask=weighed, other=0.0)
+        if KIND > 0:
+            column = x
+            if not DENSE:
+                column = tl.load(inverse_ptr + x, mask=weighed, other=-1).to(tl.int64)
+            listed = weighed & (column >= 0) & (column < draft_vocab)
+            draft_logit = tl.load(draft_rows + at * draft_vocab + column, mask=listed, other=0.0).to(tl.float32)
+            if KIND == 2:
+                q_sums = tl.load(kept_ptr + b * gamma + at, mask=weighed, other=0.0) * LOG2E
     if PHASE == 0:
         _wait(state_ptr, splits)
     if PHASE != 1:
-        # each program for itself: two numbers a token, whatever V is
-        inside, tested = at <= drafted, at < drafted
+        # each program for itself
         p_sums = _log_sums(most_ptr, sum_ptr, at, inside, splits, SPLITS)
-        x = tl.maximum(ids, 0)
         log_p = tl.zeros([GAMMA], tl.float32)
         log_q = tl.zeros([GAMMA], tl.float32)
-        q_sums = tl.zeros([GAMMA], tl.float32)
+        if KIND == 0:
+            q_sums = tl.zeros([GAMMA], tl.float32)
+        elif KIND == 1:
+            q_sums = _log_sums(most_ptr, sum_ptr, gamma + 1 + at, weighed, splits, SPLITS)
         log_w = tl.zeros([GAMMA], tl.float32)
         p_floors = tl.full([GAMMA], float("-inf"), tl.float32)
         q_floors = tl.full([GAMMA], float("-inf"), tl.float32)
@@ -248,20 +265,11 @@ def _verify_kernel(
             p_floors = tl.load(floors_ptr + at, mask=inside, other=float("-inf"))
             q_floors = tl.load(floors_ptr + gamma + 1 + at, mask=tested, other=float("-inf"))
         if scale > 0.0:
-            logit = tl.load(target_rows + at * vocab + x, mask=tested, other=0.0).to(tl.float32)
             log_p = (tl.where(logit < p_floors, float("-inf"), logit) * (scale * LOG2E) - p_sums) * LN2
             if KIND > 0:
-                column = x
-                if not DENSE:
-                    column = tl.load(inverse_ptr + x, mask=tested, other=-1).to(tl.int64)
-                known = tested & (column >= 0) & (column < draft_vocab)
-                if KIND == 1:
-                    q_sums = _log_sums(most_ptr, sum_ptr, gamma + 1 + at, tested, splits, SPLITS)
-                else:
-                    q_sums = tl.load(kept_ptr + b * gamma + at, mask=tested, other=0.0) * LOG2E
-                logit = tl.load(draft_rows + at * draft_vocab + column, mask=known, other=0.0).to(tl.float32)
-                log_q = (tl.where(logit < q_floors, float("-inf"), logit) * (scale * LOG2E) - q_sums) * LN2
-                log_q = tl.where(known, log_q, float("-inf"))
+                kept = tl.where(draft_logit < q_floors, float("-inf"), draft_logit)
+                log_q = (kept * (scale * LOG2E) - q_sums) * LN2
+                log_q = tl.where(listed, log_q, float("-inf"))
             if METHOD == _BLOCK:
                 w = tl.full([], 0.0, tl.float32)
                 for i in range(drafted):
@@ -284,10 +292,9 @@ def _verify_kernel(
     if METHOD == _BLOCK and PHASE == 0:
         _wait(state_ptr + 1, splits)
     if PHASE == 0 or PHASE == 3:
-        log_u = tl.load(log_u_ptr + b * gamma + at, mask=tested, other=0.0)
         drawn = scale > 0.0
         if METHOD == _COUPLED:
-            drawn = scale < 0.0  # never: what each row would say is known already
+            drawn = scale < 0.0  # never: what each row would say is listed already
         choice = tl.zeros([GAMMA], tl.int32)
         stands = tested & (log_p > float("-inf")) & (log_u <= log_p - log_q)
         if drawn == 0:
@@ -313,16 +320,19 @@ def _verify_kernel(
         target_row, draft_row = target_rows + n * vocab, draft_rows + tl.minimum(n, gamma - 1) * draft_vocab
         race = (rows - 1) * splits
         if drawn:
-            bounds_ptr += n * splits * LANES
+            bounds_ptr += n * splits * BOUNDS
             top, winner = _race(
                 target_row, draft_row, inverse_ptr, bounds_ptr, first, last, scale, p_floor, q_floor, seed, 0,
-                p_sum - w * LOG2E, q_sum, n < drafted, fallen, draft_vocab, state_ptr + 3, PURPOSE, LANES, TILES, FEW,
-                KIND > 0, DENSE, True,
+                p_sum - w * LOG2E, q_sum, n < drafted, fallen, draft_vocab, state_ptr + 3, PURPOSE, LANES, TILES,
+                BOUNDS, FEW, KIND > 0, DENSE, ALIGNED, True,
             )  # fmt: skip
             tl.store(score_ptr + race + split, top)
             tl.store(winners_ptr + race + split, winner)
         tl.debug_barrier()
-        if tl.atomic_add(state_ptr + 2, 1) == splits - 1:
+        arrived = 0
+        if splits > 1:
+            arrived = tl.atomic_add(state_ptr + 2, 1)
+        if arrived == splits - 1:
             if drawn:
                 parts = tl.arange(0, SPLITS)
                 known = parts < splits
@@ -335,9 +345,10 @@ def _verify_kernel(
                     for s in range(splits):
                         begin = s * part
                         top, winner = _race(
-                            target_row, draft_row, inverse_ptr, bounds_ptr + (s - split) * LANES, begin,
+                            target_row, draft_row, inverse_ptr, bounds_ptr + (s - split) * BOUNDS, begin,
                             min(begin + part, vocab), scale, p_floor, q_floor, seed, 0, p_sum, q_sum, False, 0,
-                            draft_vocab, state_ptr + 3, PURPOSE, LANES, TILES, FEW, False, DENSE, False,
+                            draft_vocab, state_ptr + 3, PURPOSE, LANES, TILES, BOUNDS, FEW, False, DENSE, ALIGNED,
+                            False,
                         )  # fmt: skip
                         if top > best:
                             best = top

@@ -16,8 +16,13 @@ from flashspec_core.verify import METHODS
 from flashspec_core.verify.kernel_step import _floors_kernel, _noise_kernel, _verify_kernel
 
 PER_CORE = 4  # programs a multiprocessor
-LANES = 128  # of a program; each takes eight ids of every 1,024
-FEW = 8  # lanes that are raced at a time, at most
+LANES = 128  # threads of a program, each with eight ids of every tile
+TILE = 8 * LANES
+RUN = 8  # tiles that one bound a thread covers, at most
+WHOLE = 2  # tiles of a part that a race reads whole, at most: bounds would cost more than they spare
+FEW = 16  # bounded lanes that a race reads at a time
+REGISTERS = 65_536 // (PER_CORE * LANES)  # of a thread, so that these programs run side by side
+HELD = 16  # bytes of an id in all rows, at most, that so few registers hold without spilling
 VOCABULARIES = 16  # of drafts that a workspace remembers
 INTERPRETED = triton.knobs.runtime.interpret  # its programs run one after another, so none may wait for the next
 _SKIP = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that the dtype lacks
@@ -32,15 +37,12 @@ class Workspace:
     def __init__(self, batch: int, gamma: int, vocab: int, device):
         self.shape = batch, gamma, vocab
         cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-        tiles = triton.cdiv(vocab, 1024)
-        wanted = max(1, min(tiles, PER_CORE * cores // batch, cores, 128))  # all parts of a sequence must run at once
-        self.part = triton.cdiv(tiles, wanted) * 1024
-        self.splits = triton.cdiv(vocab, self.part)
+        self.part, self.splits, self.run, self.bounded = shares(batch, vocab, cores)
         self.compiled = {}
-        rows = 2 * gamma + 2
+        self.width, rows = triton.next_power_of_2(gamma + 1), 2 * gamma + 2
         self.parts = torch.empty(batch, 4, rows, self.splits, device=device)
         self.winners = torch.empty(batch, rows, self.splits, dtype=torch.int32, device=device)
-        self.bounds = torch.empty(batch, gamma + 1, self.splits, LANES, device=device)
+        self.bounds = torch.empty(batch, gamma + 1, self.splits, self.bounded, device=device)
         self.state = torch.zeros(batch, 4, dtype=torch.int32, device=device)
         self.floors = torch.empty(batch, rows - 1, device=device)
         self.out = torch.empty(batch, gamma + 4, dtype=torch.int64, device=device)
@@ -84,6 +86,20 @@ class Workspace:
             table[vocab_ids] = torch.arange(len(vocab_ids), dtype=torch.int32, device=self.out.device)
             self.inverses[id(vocab_ids)] = vocab_ids, table
         return self.inverses[id(vocab_ids)][1]
+
+
+def shares(batch: int, vocab: int, cores: int) -> tuple[int, int, int, int]:
+    """How the programs share a sequence; all of its parts must run at once.
+
+    Args: batch, vocab: of the logits; cores: multiprocessors.
+    Returns: ids of a part; parts; tiles of a run; lanes of a part that have a bound, 0 where it is read whole.
+    """
+    tiles = triton.cdiv(vocab, TILE)
+    wanted = max(1, min(tiles, PER_CORE * cores // batch, cores, 128))
+    own = triton.cdiv(tiles, wanted)
+    run = min(RUN, triton.next_power_of_2(own))
+    bounded = LANES * triton.next_power_of_2(triton.cdiv(own, run)) if own > WHOLE else 0
+    return own * TILE, triton.cdiv(tiles, own), run, bounded
 
 
 def filters(samplings) -> bool:
@@ -152,37 +168,36 @@ def _launch(
             workspaces[shape] = Workspace(*shape)
     ws, draft_vocab = workspaces[shape], logits.shape[-1]
     ws.prepare(samplings)
-    ids, width = draft.token_ids.contiguous(), triton.next_power_of_2(gamma + 1)
-    log_u = ws.floors if log_uniforms is None else log_uniforms.contiguous()
+    ids, log_u = draft.token_ids.contiguous(), ws.floors if log_uniforms is None else log_uniforms.contiguous()
     kept = draft.logsumexp.contiguous() if kind == 2 else log_u
-    positions = seeds if positions is None else positions
     if ws.filtered:
         _floors_kernel[2 * gamma + 1 if kind else gamma + 1, batch](
             target, logits, ids, ws.laws, ws.floors, gamma, vocab, draft_vocab,
-            SKIP=min(_SKIP[target.dtype], _SKIP[logits.dtype]), GAMMA=width,
+            SKIP=min(_SKIP[target.dtype], _SKIP[logits.dtype]), GAMMA=ws.width,
             BLOCK=min(4096, triton.next_power_of_2(vocab)), num_warps=8,
         )  # fmt: skip
-    varying = target, logits, ids, kept, log_u, seeds, positions
-    arguments = (
-        target, logits, ids, ws.inverse(vocab_ids), ws.laws, ws.floors, kept, log_u, seeds, positions, ws.parts,
-        ws.winners, ws.bounds, ws.state, ws.out, ws.logs, gamma, vocab, draft_vocab, ws.part,
-    )  # fmt: skip
-    phases = phases or (((1, 2, 3) if method == "block" else (1, 3)) if INTERPRETED else (0,))
+    inverse = ws.inverse(vocab_ids)
+    varying = target, logits, ids, kept, log_u, seeds, seeds if positions is None else positions, inverse
     places = [t.data_ptr() % 16 for t in varying]
     key = (target.dtype, logits.dtype, method, purpose, ws.filtered, kind, vocab_ids is None, draft_vocab, *places)
-    for phase in phases:
+    for phase in phases or (((1, 2, 3) if method == "block" else (1, 3)) if INTERPRETED else (0,)):
         if (phase, key) in ws.compiled:  # past Triton's own look-up, which takes longer than the launch
-            launch, constants = ws.compiled[phase, key]
-            launch(*arguments, phase, *constants)
+            launch, others = ws.compiled[phase, key]
+            launch(*varying, *others)
             continue
-        tiles = triton.next_power_of_2(ws.part // (8 * LANES))
+        aligned = vocab % 8 == 0 and draft_vocab % 8 == 0 and not any(places[:2])
+        own = ws.laws, ws.floors, ws.parts, ws.winners, ws.bounds, ws.state, ws.out, ws.logs
+        numbers = gamma, vocab, draft_vocab, ws.part
         constants = dict(
-            METHOD=METHODS.index(method), PURPOSE=purpose, FILTERED=ws.filtered, BLOCK=8 * LANES, LANES=LANES,
-            TILES=tiles, FEW=max(1, min(FEW, LANES // tiles)), ROWS=rows, GAMMA=width,
+            PHASE=phase, METHOD=METHODS.index(method), PURPOSE=purpose, FILTERED=ws.filtered, BLOCK=TILE,
+            LANES=LANES, TILES=ws.run, BOUNDS=ws.bounded, FEW=FEW, ROWS=rows, GAMMA=ws.width,
             SPLITS=triton.next_power_of_2(ws.splits), KIND=kind, DENSE=vocab_ids is None,
-            ALIGNED=vocab % 8 == 0 and draft_vocab % 8 == 0,
+            ALIGNED=aligned,
         )  # fmt: skip
-        compiled = _verify_kernel[ws.splits, batch](*arguments, PHASE=phase, **constants, num_warps=4)
-        if not INTERPRETED:
-            ws.compiled[phase, key] = compiled[ws.splits, batch, 1], tuple(constants.values())
+        fits = aligned and rows * target.element_size() <= HELD
+        options = dict(num_warps=LANES // 32, maxnreg=REGISTERS if fits else None)
+        compiled = _verify_kernel[ws.splits, batch](*varying, *own, *numbers, **constants, **options)
+        if not INTERPRETED:  # addresses of buffers that stay: Triton asks the driver about each tensor
+            others = *(t.data_ptr() for t in own), *numbers, *constants.values()
+            ws.compiled[phase, key] = compiled[ws.splits, batch, 1], others
     return ws
