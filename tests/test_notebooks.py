@@ -107,10 +107,11 @@ def test_bandits_with_other_worlds(tmp_path):
 def test_two_runs_give_the_same_bytes_where_nothing_is_timed(tmp_path):
     source = tmp_path / "tiny.ipynb"
     cells = ["1 + 1", "import ipywidgets\nipywidgets.IntSlider(value=3)", "print('same')"]
+    cells.append("import time\nprint('one', flush=True)\ntime.sleep(1)\nprint('stream')")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, source)
     runs = [
         notebooks.normalise(notebooks.run_notebook(source, tmp_path / f"{i}.ipynb", progress=False)) for i in range(2)
     ]
-    assert runs[0] == runs[1] and '"same' in runs[0]
+    assert runs[0] == runs[1] and '"same' in runs[0] and r'"one\nstream\n"' in runs[0]

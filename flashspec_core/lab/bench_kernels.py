@@ -132,7 +132,7 @@ def shape_rows(batch: int, vocab: int, gamma: int, empty, compiled=None) -> list
     notes = {
         "verify_recover": "one part of the kernel launched alone; the accept test is in it",
         "verify_accept": "one part of the kernel launched alone, without a draw",
-        "verify_normalise": "one part of the kernel launched alone; the race's noise and bounds are in it",
+        "verify_normalise": "one part of the kernel launched alone; where parts have bounds, the race's noise is in it",
     }
     cells = dict(batch=batch, vocab=vocab, gamma=gamma, temperature=1, dtype="bfloat16")
     rows, graphs = [], {key: captured(call) for key, call in timed.items()}
