@@ -1,7 +1,7 @@
 """The one definition of noise: a counter function of (seed, position, purpose), the same words in torch and in Triton.
 
 Philox4x32-10 with the seed as key, so a number never depends on what was drawn before it or on who shares the batch.
-It leaves out Triton's side (verify/kernels.py calls `tl.philox` with the same key and counter).
+It leaves out Triton's side (verify/kernel_parts.py has the same key and counter).
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; constants and test vectors of Random123.
 """

@@ -92,6 +92,55 @@ def test_vocabulary_tails(vocab):
 
 
 @INTERPRETER
+def test_inputs_may_be_views():
+    # seeds and positions were read as if they lay side by side, behind an expanded one's end
+    target, ids = torch.randn(3, 2, 200), torch.randint(0, 200, (3, 1))
+    room = torch.arange(12) * 10
+    for seeds, positions in ((room[1:2].expand(3), room[:3]), (room[::4], room[1::4])):
+        options = dict(sampling=SOFT, log_uniforms=log_uniforms(seeds, 1), seeds=seeds, positions=positions)
+        for method in METHODS:
+            both = [fs.verify(target, ids, method=method, impl=impl, **options) for impl in ("reference", "triton")]
+            assert torch.equal(both[0].token_ids, both[1].token_ids), method
+    seeds, bits = kernels.step_noise(room[::4], torch.tensor([3]), 2)
+    assert torch.equal(seeds, kernels.step_noise(room[::4].clone(), torch.tensor([3]), 2)[0])
+
+
+@INTERPRETER
+@pytest.mark.parametrize("shift", [1, 2, 8])
+def test_rows_may_begin_anywhere(shift):
+    # a bfloat16 row is read as words where it begins at 16 bytes, and only there
+    target, draft, *rest = case(np.random.default_rng(5), 2, 1, 4096, torch.bfloat16, "full", [SOFT, SOFT])
+    moved = torch.empty(target.numel() + shift, dtype=target.dtype)[shift:].view_as(target).copy_(target)
+    assert_equal((moved, draft, *rest))
+
+
+@INTERPRETER
+def test_a_draft_that_stood_whole_is_followed_by_a_race_of_all_parts():
+    # its own law has no row there: log q of +inf made every id of every part weigh nothing, and one program did it all
+    target = torch.randn(1, 3, 5000)
+    ids = target[:, :2].argmax(-1)
+    logits = torch.full_like(target[:, :2], -30.0).scatter(2, ids[..., None], -31.0)  # q below p: accepted
+    workspaces: dict = {}
+    call = (target, fs.Draft(ids, logits), [SOFT], torch.full((1, 2), -9.0), torch.tensor([4]))
+    assert assert_equal(call, workspaces=workspaces).num_accepted.tolist() == [2]
+    (ws,) = workspaces.values()
+    assert ws.splits > 1 and (ws.parts[0, 2, -1] > 0).all()
+
+
+@INTERPRETER
+@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e50])
+def test_hot_rows_are_not_greedy(temperature):
+    call = case(np.random.default_rng(3), 2, 2, 300, torch.float32, "none", [fs.Sampling(temperature)] * 2)
+    assert_equal(call)
+
+
+def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match="expected the current CUDA device, 0, got cuda:1: torch.cuda.set_device"):
+        kernels.Workspace(1, 1, 50, torch.device("cuda:1"))
+
+
+@INTERPRETER
 def test_the_certificates_edges_hold_on_the_kernel():
     def door(*arguments, **options):  # the interpreter takes .3 s for a row that filters: 10 of its 200 rows go there
         result = fs.verify(*arguments, **options)

@@ -152,6 +152,54 @@ def test_a_sliding_window_serves_until_it_is_full(family, options):
     assert_equals_plain(cached, [ids[:3]])
 
 
+def test_local_attention_serves_until_its_window_is_full():
+    config = transformers.GPTNeoConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=8,
+    )
+    cached, ids = CachedModel(transformers.AutoModelForCausalLM.from_config(config).eval()), random_ids(10)
+    assert_equals_plain(cached, [ids[:8], ids[2:4]], 1)
+    with pytest.raises(ValueError, match="at most 8 tokens.*sliding window.*got 9"):
+        cached.logits([ids[:9], ids[2:4]], 1)
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        (transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50), "takes position_ids.*Bloom"),
+        (
+            transformers.FalconConfig(
+                hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50, alibi=True
+            ),
+            "takes position_ids.*Falcon",
+        ),
+        (transformers.OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=50), "cache; OpenAIGPT.* keeps none"),
+        (
+            transformers.BertConfig(
+                hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=50
+            ),
+            "causal language model; Bert.*see what stands behind",
+        ),
+    ],
+    ids=lambda each: getattr(each, "model_type", ""),
+)
+def test_models_whose_rows_do_not_stand_apart_are_refused_up_front(config, why):
+    # silently wrong, or an error from deep within, before: Bloom and Falcon's alibi place tokens by one mask for all
+    with pytest.raises(ValueError, match=why):
+        CachedModel(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def test_distances_alone_need_no_positions():
+    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=97, max_seq_len=64)
+    cached, ids = CachedModel(transformers.AutoModelForCausalLM.from_config(config).eval()), random_ids(20)
+    assert_equals_plain(cached, [ids[:12], ids[3:7]], 1)
+    assert_equals_plain(cached, [ids[:8] + ids[15:18], ids[3:10]], 2)
+
+
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 

@@ -137,12 +137,13 @@ class CachedModel(CachedRows):
     Args:
         model: a transformers causal language model; its cache must be able to roll back.
         layers: whose outputs are kept for draft heads, counted from 1.
-    Raises: ValueError: the model is recurrent or keeps a cache of another kind.
+    Raises: ValueError: the model is recurrent, keeps a cache of another kind, has no positions a row, or looks ahead.
     """
 
     def __init__(self, model, layers=()):
         self.model, self.layers = model, sorted(set(layers))
         self.window = check_can_roll_back(model)
+        check_rows_stand_apart(model)
         self.cache_argument = cache_argument(model)
         self.mask_dtype = None if model.config._attn_implementation in ("sdpa", "flash_attention_2") else model.dtype
         self.linears = plain_linears(model) if narrow_pays() else []
@@ -244,5 +245,30 @@ def check_can_roll_back(model) -> int | None:
             f"expected a model whose key-value cache can roll back; {type(model).__name__} keeps a recurrent state "
             f"({', '.join(sorted(kinds)) or 'stateful'}), from which a rejected token cannot be taken back"
         )
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo counts it from the end of the batch
+        return config.window_size
     slides = "sliding_attention" in kinds or (not kinds and getattr(config, "use_sliding_window", True))
     return getattr(config, "sliding_window", None) if slides else None
+
+
+def check_rows_stand_apart(model) -> None:
+    """Refuse a model whose rows cannot have lengths of their own, or whose tokens see what stands behind them.
+
+    Args: model: a transformers causal language model.
+    Raises: ValueError: it is an encoder, keeps no cache, or finds its positions itself, one for all rows.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    if {module.is_causal for module in model.modules() if hasattr(module, "is_causal")} == {False}:
+        raise ValueError(
+            f"expected a causal language model; {name} is an encoder here: tokens see what stands behind them"
+        )
+    taken = inspect.signature(model.forward).parameters
+    if not type(model).__module__.startswith("transformers."):
+        return  # a wrapper may hand on what it does not name
+    if cache_argument(model) not in taken:
+        raise ValueError(f"expected a model with a key-value cache; {name} keeps none")
+    if getattr(config, "alibi", False) or ("position_ids" not in taken and config.model_type != "mpt"):
+        raise ValueError(  # MPT goes by distances alone
+            f"expected a model that takes position_ids, for rows have lengths of their own; {name} finds its positions "
+            "itself, one for all rows"
+        )

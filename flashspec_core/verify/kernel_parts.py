@@ -50,19 +50,14 @@ def _columns(each, COUNT: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def _eights(rows_ptr, stride, count, first, last, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
     """Raw logits of the eight ids from each of first on, in all rows; -inf outside. Aligned bfloat16: two a word."""
-    loaded = ()
+    loaded, eight = (), first[:, None] + tl.arange(0, 8)[None, :]
+    place = first[:, None] if ALIGNED else eight  # all eight are inside or none: one load
     for r in tl.static_range(ROWS):
-        end = tl.where(r < count, last, 0)
-        if ALIGNED:  # all eight are inside or none: one load
-            inside = first[:, None] < end
-        else:
-            inside = first[:, None] + tl.arange(0, 8)[None, :] < end
-        row = rows_ptr + r * stride
+        row, inside = rows_ptr + r * stride, place < tl.where(r < count, last, 0)
         if ALIGNED and rows_ptr.dtype.element_ty == tl.bfloat16:
             words = row.to(tl.pointer_type(tl.int32)) + (first // 2)[:, None] + tl.arange(0, 4)[None, :]
             loaded += (tl.load(words, mask=inside, other=NOTHING),)
         else:
-            eight = first[:, None] + tl.arange(0, 8)[None, :]
             loaded += (tl.load(row + eight, mask=inside, other=float("-inf")),)
     return loaded
 
@@ -254,9 +249,7 @@ def _scores(
 ):  # fmt: skip
     """The largest weight / E of the eight ids from each of own on, and the lowest id that has it."""
     v = own[:, None] + tl.arange(0, 8)[None, :]
-    place = v
-    if ALIGNED:
-        place = own[:, None] + tl.zeros([1, 8], tl.int32)
+    place = own[:, None] if ALIGNED else v
     logit = _logits(target_row + v, place < last, floor)
     if HAS_DRAFT:
         end = tl.where(fell, last, 0)

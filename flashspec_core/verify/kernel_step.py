@@ -18,7 +18,6 @@ from flashspec_core.verify.kernel_parts import (
     _argmax,
     _block,
     _excess_sum,
-    _finite,
     _log_sums,
     _lowest,
     _one_minus_exp,
@@ -166,7 +165,7 @@ def _verify_kernel(
     SPLITS: tl.constexpr,
     KIND: tl.constexpr,  # 0: deterministic draft, 1: normalised here, 2: log-sum-exp kept
     DENSE: tl.constexpr,  # the draft's ids are 0 .. draft_vocab - 1
-    ALIGNED: tl.constexpr,  # the vocabularies are multiples of 8
+    ALIGNED: tl.constexpr,  # the vocabularies are multiples of 8, and the logits begin at multiples of 16 bytes
 ):
     """One part of one sequence; the last part to arrive writes what comes out."""
     split, b, splits = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -198,15 +197,9 @@ def _verify_kernel(
             for r in range(drafted + 1):
                 o = r * splits + split
                 _argmax(
-                    target_rows + r * vocab,
-                    first,
-                    last,
-                    most_ptr + o,
-                    sum_ptr + o,
-                    score_ptr + o,
-                    winners_ptr + o,
+                    target_rows + r * vocab, first, last, most_ptr + o, sum_ptr + o, score_ptr + o, winners_ptr + o,
                     BLOCK,
-                )
+                )  # fmt: skip
         else:
             _sweep(
                 target_rows, vocab, drafted + 1, first, last, scale, floors_ptr, seed, position, most_ptr + split,
@@ -220,7 +213,7 @@ def _verify_kernel(
                     floor = float("-inf")
                     if FILTERED:
                         floor = tl.load(floors_ptr + r)
-                    row, base = target_rows + r * vocab, _finite(tl.load(most_ptr + o))
+                    row, base = target_rows + r * vocab, tl.load(most_ptr + o)
                     top, winner = _race(
                         row, row, inverse_ptr, bounds_ptr + r * splits * BOUNDS, first, last, scale, floor, floor, seed,
                         position + r, base, 0.0, False, 0, vocab, state_ptr, PURPOSE, LANES, TILES, BOUNDS, FEW, False,
@@ -257,7 +250,7 @@ def _verify_kernel(
         if KIND == 0:
             q_sums = tl.zeros([GAMMA], tl.float32)
         elif KIND == 1:
-            q_sums = _log_sums(most_ptr, sum_ptr, gamma + 1 + at, weighed, splits, SPLITS)
+            q_sums = tl.where(weighed, _log_sums(most_ptr, sum_ptr, gamma + 1 + at, weighed, splits, SPLITS), 0.0)
         log_w = tl.zeros([GAMMA], tl.float32)
         p_floors = tl.full([GAMMA], float("-inf"), tl.float32)
         q_floors = tl.full([GAMMA], float("-inf"), tl.float32)
@@ -294,7 +287,7 @@ def _verify_kernel(
     if PHASE == 0 or PHASE == 3:
         drawn = scale > 0.0
         if METHOD == _COUPLED:
-            drawn = scale < 0.0  # never: what each row would say is listed already
+            drawn = scale < 0.0  # never: what each row would say is known already
         choice = tl.zeros([GAMMA], tl.int32)
         stands = tested & (log_p > float("-inf")) & (log_u <= log_p - log_q)
         if drawn == 0:

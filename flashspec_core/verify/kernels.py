@@ -18,11 +18,11 @@ from flashspec_core.verify.kernel_step import _floors_kernel, _noise_kernel, _ve
 PER_CORE = 4  # programs a multiprocessor
 LANES = 128  # threads of a program, each with eight ids of every tile
 TILE = 8 * LANES
-RUN = 8  # tiles that one bound a thread covers, at most
+RUN, RUNS = 8, 16  # tiles that one bound of a thread covers, as long as these are the runs of a part, at most
 WHOLE = 2  # tiles of a part that a race reads whole, at most: bounds would cost more than they spare
 FEW = 16  # bounded lanes that a race reads at a time
 REGISTERS = 65_536 // (PER_CORE * LANES)  # of a thread, so that these programs run side by side
-HELD = 16  # bytes of an id in all rows, at most, that so few registers hold without spilling
+HELD = 14  # bytes of an id in all rows, at most, that so few registers hold and spill next to nothing
 VOCABULARIES = 16  # of drafts that a workspace remembers
 INTERPRETED = triton.knobs.runtime.interpret  # its programs run one after another, so none may wait for the next
 _SKIP = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that the dtype lacks
@@ -32,9 +32,12 @@ class Workspace:
     """Buffers that are kept between calls of one shape, so that a call allocates nothing; for one stream at a time.
 
     Args: batch, gamma, vocab, device: of the logits.
+    Raises: ValueError: the device is not the current one, where Triton launches.
     """
 
     def __init__(self, batch: int, gamma: int, vocab: int, device):
+        if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):
+            raise ValueError(f"expected the current CUDA device, {current}, got {device}: torch.cuda.set_device first")
         self.shape = batch, gamma, vocab
         cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self.part, self.splits, self.run, self.bounded = shares(batch, vocab, cores)
@@ -49,15 +52,9 @@ class Workspace:
         self.logs = torch.zeros(batch, 3, gamma + 1, device=device)
         self.laws = torch.empty(batch, 5, device=device)
         self.samplings, self.inverses = None, {}
-        self.result = VerifyResult(
-            self.out[:, 0],
-            self.out[:, 1],
-            self.out[:, 3:],
-            self.logs[:, 0, :-1],
-            self.logs[:, 1, :-1],
-            self.out[:, 2],
-            "triton",
-        )
+        accepted, following, invalid, ids = self.out[:, 0], self.out[:, 1], self.out[:, 2], self.out[:, 3:]
+        logprobs = self.logs[:, 0, :-1], self.logs[:, 1, :-1]
+        self.result = VerifyResult(accepted, following, ids, *logprobs, invalid, "triton")
 
     def prepare(self, samplings):
         """Take the rows' laws to the device, when they change. Args: samplings: list of one Sampling a row."""
@@ -66,7 +63,10 @@ class Workspace:
             self.samplings = list(samplings)
             laws = []
             for s in samplings:
-                scale, log_min_p = 0 if s.greedy else 1 / s.temperature, math.log(s.min_p) if s.min_p else -math.inf
+                scale, log_min_p = (
+                    0 if s.greedy else max(1 / s.temperature, 2.0**-125),
+                    math.log(s.min_p) if s.min_p else -math.inf,
+                )
                 laws.append((scale, s.temperature, s.top_k or vocab, s.top_p or 1, log_min_p))
             self.laws.copy_(torch.tensor(laws, dtype=torch.float32), non_blocking=True)  # in place: graphs read it
             self.filtered = filters(samplings)
@@ -97,9 +97,10 @@ def shares(batch: int, vocab: int, cores: int) -> tuple[int, int, int, int]:
     tiles = triton.cdiv(vocab, TILE)
     wanted = max(1, min(tiles, PER_CORE * cores // batch, cores, 128))
     own = triton.cdiv(tiles, wanted)
-    run = min(RUN, triton.next_power_of_2(own))
-    bounded = LANES * triton.next_power_of_2(triton.cdiv(own, run)) if own > WHOLE else 0
-    return own * TILE, triton.cdiv(tiles, own), run, bounded
+    if own <= WHOLE:
+        return own * TILE, triton.cdiv(tiles, own), triton.next_power_of_2(own), 0
+    run = min(triton.next_power_of_2(own), max(RUN, triton.next_power_of_2(triton.cdiv(own, RUNS))))
+    return own * TILE, triton.cdiv(tiles, own), run, LANES * triton.next_power_of_2(triton.cdiv(own, run))
 
 
 def filters(samplings) -> bool:
@@ -115,8 +116,10 @@ def verify(target_logits, draft, samplings, log_uniforms, seeds, positions=None,
         workspaces: a dict that keeps the buffers of each shape; the result then shares them and stands until the next
             call. None: new ones.
     Returns: VerifyResult.
+    Limits: float32. A log-probability is good to 1e-7 of the largest |logit| / temperature, which is to lie below 1e9.
     Cost: one launch, two where a row filters, and no host wait; reads the target once (the draft only without its
-        log-sum-exp), then little of one target and one draft row a sequence; "block" reads both twice.
+        log-sum-exp), then little of one target and one draft row a sequence, all of it where parts are small; "block"
+        reads both twice.
     """
     purpose = COUPLED if method == "coupled" else RECOVER
     return _launch(target_logits, draft, samplings, log_uniforms, seeds, positions, method, purpose, workspaces).result
@@ -128,6 +131,7 @@ def step_noise(row_seeds, step, gamma: int):
     Args: row_seeds: [batch] int64; step: [1] int64; gamma: drafted tokens.
     Returns: [batch] int64; [batch, gamma] float32.
     """
+    row_seeds = row_seeds.contiguous()
     seeds, bits = torch.empty_like(row_seeds), torch.empty(len(row_seeds), gamma, device=row_seeds.device)
     _noise_kernel[(len(row_seeds),)](row_seeds, step, seeds, bits, gamma, triton.next_power_of_2(max(1, gamma)))
     return seeds, (bits * 2.0**-24).log()
@@ -177,7 +181,9 @@ def _launch(
             BLOCK=min(4096, triton.next_power_of_2(vocab)), num_warps=8,
         )  # fmt: skip
     inverse = ws.inverse(vocab_ids)
-    varying = target, logits, ids, kept, log_u, seeds, seeds if positions is None else positions, inverse
+    seeds = seeds.contiguous()
+    positions = seeds if positions is None else positions.contiguous()
+    varying = target, logits, ids, kept, log_u, seeds, positions, inverse
     places = [t.data_ptr() % 16 for t in varying]
     key = (target.dtype, logits.dtype, method, purpose, ws.filtered, kind, vocab_ids is None, draft_vocab, *places)
     for phase in phases or (((1, 2, 3) if method == "block" else (1, 3)) if INTERPRETED else (0,)):
@@ -194,7 +200,7 @@ def _launch(
             SPLITS=triton.next_power_of_2(ws.splits), KIND=kind, DENSE=vocab_ids is None,
             ALIGNED=aligned,
         )  # fmt: skip
-        fits = aligned and rows * target.element_size() <= HELD
+        fits = aligned and rows * max(target.element_size(), logits.element_size()) <= HELD
         options = dict(num_warps=LANES // 32, maxnreg=REGISTERS if fits else None)
         compiled = _verify_kernel[ws.splits, batch](*varying, *own, *numbers, **constants, **options)
         if not INTERPRETED:  # addresses of buffers that stay: Triton asks the driver about each tensor
