@@ -178,11 +178,10 @@ def test_local_attention_serves_until_its_window_is_full():
             "takes position_ids.*Falcon",
         ),
         (transformers.OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=50), "cache; OpenAIGPT.* keeps none"),
-        (
-            transformers.BertConfig(
-                hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=50
-            ),
-            "causal language model; Bert.*see what stands behind",
+        *(
+            (kind(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=50), why)
+            for why in ["causal language model; .*Bert.*see what stands behind"]
+            for kind in (transformers.BertConfig, transformers.MegatronBertConfig)
         ),
     ],
     ids=lambda each: getattr(each, "model_type", ""),

@@ -258,7 +258,8 @@ def check_rows_stand_apart(model) -> None:
     Raises: ValueError: it is an encoder, keeps no cache, or finds its positions itself, one for all rows.
     """
     name, config = type(model).__name__, model.config.get_text_config()
-    if {module.is_causal for module in model.modules() if hasattr(module, "is_causal")} == {False}:
+    bert = getattr(config, "is_decoder", None) is False and hasattr(config, "type_vocab_size")  # some say it so alone
+    if bert or {module.is_causal for module in model.modules() if hasattr(module, "is_causal")} == {False}:
         raise ValueError(
             f"expected a causal language model; {name} is an encoder here: tokens see what stands behind them"
         )
