@@ -263,10 +263,10 @@ def check_rows_stand_apart(model) -> None:
         raise ValueError(
             f"expected a causal language model; {name} is an encoder here: tokens see what stands behind them"
         )
-    taken = inspect.signature(model.forward).parameters
     if not type(model).__module__.startswith("transformers."):
         return  # a wrapper may hand on what it does not name
-    if cache_argument(model) not in taken:
+    taken = inspect.signature(type(model).forward).parameters
+    if not {"cache", "past_key_values"} & set(taken):
         raise ValueError(f"expected a model with a key-value cache; {name} keeps none")
     if getattr(config, "alibi", False) or ("position_ids" not in taken and config.model_type != "mpt"):
         raise ValueError(  # MPT goes by distances alone
