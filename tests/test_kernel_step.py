@@ -6,7 +6,7 @@ from compiled import in_a_child
 from test_kernels import INTERPRETER
 
 import flashspec_core as fs
-from flashspec_core.verify import kernels
+from flashspec_core.verify import kernel_step, kernels
 from flashspec_core.verify.logits import warp
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy: log 0 warns there
@@ -48,6 +48,7 @@ for method, kind, rows, tiles, bounds in shapes:  # the first two: V 32,000 and 
     shape = dict(METHOD=method, PURPOSE=3, KIND=kind, FILTERED=method > 0, TILES=tiles, BOUNDS=bounds, ROWS=rows)
     cases.append((kernel_step._verify_kernel, verify | shape, 4, dict(maxnreg=128, aligned=aligned)))
 cases.append((kernel_step._verify_kernel, verify | shape | dict(METHOD=0, KIND=2, ROWS=5, ALIGNED=False), 4, {}))
+assert all("vocab" in fn.arg_names and "vocab" not in constants for fn, constants, _, _ in cases)
 out = [
     build(fn, constants, types, capability, warps, **options)
     for capability in (75, 80, 90, 100) for fn, constants, warps, options in cases
@@ -63,6 +64,8 @@ def test_it_compiles_for_each_architecture_and_shared_memory_does_not_grow_with_
     for b in built:
         assert b["shared"] <= 8192 and b["local"] == 0 and b["spilled"] <= 96 and b["registers"] <= 255
         assert b["bf16"] == 0 or b["capability"] > 75
+    for kernel in (kernel_step._verify_kernel, kernel_step._floors_kernel):
+        assert "vocab" in kernel.arg_names
     for capability in range(4):  # aligned rows: four programs run at once
         of = built[7 * capability + 1 : 7 * capability + 6]
         assert all(b["registers"] <= kernels.REGISTERS == 128 for b in of) and of[0]["spilled"] == 0

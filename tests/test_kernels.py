@@ -107,11 +107,20 @@ def test_inputs_may_be_views():
 
 @INTERPRETER
 @pytest.mark.parametrize("shift", [1, 2, 8])
-def test_rows_may_begin_anywhere(shift):
-    # a bfloat16 row is read as words where it begins at 16 bytes, and only there
+def test_rows_may_begin_anywhere(shift, monkeypatch):
+    # a bfloat16 row is read as words where it begins at 16 bytes, and only there; a GPU would fault, numpy does not
+    class Spy:
+        def __getitem__(self, grid):
+            return lambda *tensors, ALIGNED, **rest: (
+                seen.append(ALIGNED) or real[grid](*tensors, ALIGNED=ALIGNED, **rest)
+            )
+
+    seen, real = [], kernels._verify_kernel
+    monkeypatch.setattr(kernels, "_verify_kernel", Spy())
     target, draft, *rest = case(np.random.default_rng(5), 2, 1, 4096, torch.bfloat16, "full", [SOFT, SOFT])
     moved = torch.empty(target.numel() + shift, dtype=target.dtype)[shift:].view_as(target).copy_(target)
     assert_equal((moved, draft, *rest))
+    assert seen and set(seen) == {shift == 8}
 
 
 @INTERPRETER

@@ -259,7 +259,8 @@ def check_rows_stand_apart(model) -> None:
     """
     name, config = type(model).__name__, model.config.get_text_config()
     bert = getattr(config, "is_decoder", None) is False and hasattr(config, "type_vocab_size")  # some say it so alone
-    if bert or {module.is_causal for module in model.modules() if hasattr(module, "is_causal")} == {False}:
+    causal = (module.is_causal for module in model.modules() if hasattr(module, "is_causal"))
+    if bert or (next(causal, True) is False and not any(causal)):  # as a rule the first layer says it
         raise ValueError(
             f"expected a causal language model; {name} is an encoder here: tokens see what stands behind them"
         )

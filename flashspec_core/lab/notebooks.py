@@ -106,14 +106,18 @@ def normalise(notebook: dict) -> str:
     Returns:
         JSON, keys sorted; the same bytes for two runs in which nothing is timed.
     """
-    notebook = json.loads(json.dumps(notebook))
+    import nbformat
+    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
+
+    notebook, join = nbformat.from_dict(json.loads(json.dumps(notebook))), CoalesceStreamsPreprocessor()
     widgets = notebook["metadata"].get("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
     cells = []
     for number, cell in enumerate(c for c in notebook["cells"] if "injected-parameters" not in _tags(c)):
         cell["id"] = f"cell-{number:02d}"
         cell["metadata"] = {"tags": _tags(cell)} if _tags(cell) else {}
         if cell["cell_type"] == "code":
-            cell["outputs"] = _whole([output for output in cell["outputs"] if not _is_noise(output)])
+            cell["outputs"] = [output for output in cell["outputs"] if not _is_noise(output)]
+            join.preprocess_cell(cell, {}, number)  # where a stream is cut hangs on the clock
         cells.append(cell)
     order = list(dict.fromkeys(MODEL_ID.findall(json.dumps(cells, sort_keys=True))))  # shown first, then what they hold
     for model in order:
@@ -127,17 +131,6 @@ def normalise(notebook: dict) -> str:
     ids = {model: f"{number:032x}" for number, model in enumerate(order)}
     renamed = json.loads(MODEL_ID.sub(lambda match: ids.get(match[0], match[0]), text))
     return json.dumps(renamed, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-
-
-def _whole(outputs: list[dict]) -> list[dict]:
-    """A stream's pieces as one: where it is cut hangs on the clock."""
-    joined: list[dict] = []
-    for output in outputs:
-        if joined and output["output_type"] == "stream" and joined[-1].get("name") == output["name"]:
-            joined[-1]["text"] = "".join(joined[-1]["text"]) + "".join(output["text"])
-        else:
-            joined.append(output)
-    return joined
 
 
 def _tags(cell) -> list[str]:

@@ -235,10 +235,8 @@ def _words(seed, first, position, PURPOSE: tl.constexpr):
 @triton.jit
 def _haste(seed, first, position, PURPOSE: tl.constexpr):
     """log2, [rows, 4]: at least 1 / E of both ids of each of the four pairs from first [rows] on; E is at least v."""
-    a0, a1, a2, a3 = _block(seed, first // 4, position, PURPOSE)
-    b0, b1, b2, b3 = _block(seed, first // 4 + 1, position, PURPOSE)
-    pairs = tl.minimum(a0, a1), tl.minimum(a2, a3), tl.minimum(b0, b1), tl.minimum(b2, b3)
-    bits = _uniforms(_columns(pairs, 4, 4)).to(tl.int32, bitcast=True).to(tl.float32)
+    pairs = tl.reshape(_words(seed, first, position, PURPOSE), [first.shape[0], 4, 2])
+    bits = _uniforms(tl.min(pairs, axis=2)).to(tl.int32, bitcast=True).to(tl.float32)
     return tl.fma(bits, -1.1920928955078125e-07, 127.0)  # a line under each octave of log2
 
 
