@@ -273,6 +273,43 @@ def test_gpu_more_than_two_to_the_31_logits():
 
 @GPU
 @pytest.mark.gpu
+def test_gpu_a_million_rows_name_ids_of_the_vocabulary():
+    # THEORY: no id of V or more may ever come out. Whole laws, and laws of three ids alone that drafts mostly miss
+    rows, workspaces = 1024, {}
+    extremes = []
+    for vocab in (7, 8193, 32_000, 50_257):
+        target = torch.randn(rows, 2, vocab, device="cuda", dtype=torch.bfloat16)
+        for i in range(256):
+            if i == 128:
+                target[:, :, 3:] = -math.inf
+            seeds = torch.arange(i * rows, (i + 1) * rows, device="cuda")
+            draft = fs.Draft(seeds[:, None] % vocab, None if i % 2 else target[:, :1])
+            result = kernels.verify(target, draft, [SOFT] * rows, log_uniforms(seeds, 1), seeds, workspaces=workspaces)
+            room = 3 if i >= 128 else vocab
+            extremes.append(torch.stack([result.next_token_ids.min(), result.next_token_ids.max() - room]))
+    least, most = torch.stack(extremes).T.tolist()
+    assert len(least) * rows > 1_000_000 and min(least) == 0 and max(most) < 0
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "full", "kept", "trimmed"])
+@pytest.mark.parametrize("cores", [2, 132], ids=["bounded", "whole"])
+def test_gpu_parts_of_few_rows(cores, kind, monkeypatch):
+    # what the sanitizers run: parts that are raced by their bounds and parts that are read whole, rows at any address
+    shares, rows = kernels.shares, [SOFT, fs.Sampling(0.7, top_p=0.95), fs.Sampling(), SOFT]
+    monkeypatch.setattr(kernels, "shares", lambda batch, vocab, _: shares(batch, vocab, cores))
+    for vocab, chosen in ((24_576, rows), (24_577, rows), (24_584, [SOFT] * 4)):
+        for method in METHODS:
+            call = case(np.random.default_rng(vocab), 4, 2, vocab, torch.bfloat16, kind, chosen, "cuda")
+            workspaces: dict = {}
+            assert_equal(call, method, workspaces)
+            (ws,) = workspaces.values()
+            assert bool(ws.bounded) == (cores == 2)
+
+
+@GPU
+@pytest.mark.gpu
 def test_gpu_certificate():
     def door(target, ids, draft=None, **options):
         moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
