@@ -267,7 +267,7 @@ def test_the_host_waits_for_nothing_in_a_steady_step():
     stream = fs.stream(target, arm, TEXTS, **options)
     for _ in range(20):
         next(stream)
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+    with torch.profiler.profile(activities=torch.profiler.supported_activities(), acc_events=True) as profile:
         for _ in range(60):
             next(stream)
     stream.close()

@@ -24,6 +24,7 @@ RUNS = [
 def test_gpu_sanitizers_find_nothing(tool, file, chosen):
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", sys.executable, "-m", "pytest", "-q"]
     command += ["-p", "no:cacheprovider", os.path.join(os.path.dirname(__file__), file), "-k", chosen]
-    own = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # a buffer of its own for each tensor
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    own["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # a buffer of its own for each tensor
     ran = subprocess.run(command, env=own, capture_output=True, text=True)
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]

@@ -28,11 +28,12 @@ class Lane:
         self.behind = station.longest  # at most so many are missing, as the host knows it
 
     def first(self, gamma: int) -> int:
-        """Missing entries that a draft of gamma makes good itself. Args: gamma: drafted tokens."""
-        return 2**31
+        """Missing entries that a draft of gamma makes good itself: all, if it reads none. Args: gamma: of the draft."""
+        return self.behind
 
     def catch_up(self, stride: int):
         """Read missing ids. Args: stride: how many a row."""
+        raise NotImplementedError
 
     def draft(self, gamma: int, samplings, noise) -> Draft:
         """Draw; see Drafter.draft. Args: gamma; samplings: one a row; noise: a DraftNoise."""
