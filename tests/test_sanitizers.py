@@ -12,16 +12,17 @@ from test_kernels import GPU
 @GPU
 @pytest.mark.gpu
 @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="needs compute-sanitizer of the CUDA toolkit")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize(
-    "kernel, file, chosen",
+    "tool, kernel, file, chosen",
     [
-        ("_verify_kernel", "test_kernels.py", "parts_of_few_rows"),
-        ("_floors_kernel", "test_kernels.py", "parts_of_few_rows"),
-        ("product_kernel", "test_product_kernels.py", "as_near_as_the_library"),
+        ("memcheck", "_verify_kernel", "test_kernels.py", "parts_of_few_rows"),
+        ("memcheck", "_floors_kernel", "test_kernels.py", "parts_of_few_rows"),
+        ("memcheck", "product_kernel", "test_product_kernels.py", "as_near_as_the_library"),
+        ("racecheck", "_verify_kernel", "test_kernels.py", "parts_of_few_rows"),
+        ("racecheck", "_floors_kernel", "test_kernels.py", "parts_of_few_rows"),
     ],
 )
-def test_gpu_sanitizers_find_nothing(kernel, file, chosen, tool):
+def test_gpu_sanitizers_find_nothing(tool, kernel, file, chosen):
     # one kernel at a time: what libraries launch is not ours, and racecheck reports cuBLAS's own barriers
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", "--kernel-name"]
     command += [f"kernel_substring={kernel}", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
