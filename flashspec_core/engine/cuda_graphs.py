@@ -6,6 +6,7 @@ from what has arrived; what was drafted beyond a row's end is dropped. It leaves
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ MANY = 4096  # ids of all rows: a pass over more takes as long as its arithmetic
 STATIONS = 8  # kept a target: each holds a cache and its graphs
 LANES = 8  # drafters that a station keeps
 LONG = 64  # ids that a row must still want, that going on with fewer rows pays
+_CAPTURING = threading.Lock()  # what begins a capture empties PyTorch's cache, which fails while another one is made
 
 
 def why_eager(run) -> str | None:
@@ -201,7 +203,7 @@ class Station:
                 function()  # kernels are compiled, libraries take their buffers
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with _CAPTURING, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may go on, eagerly
                 out = function()
             self.graphs[key] = graph, out
             for tensor, old in zip(moved, before, strict=True):

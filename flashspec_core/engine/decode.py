@@ -5,9 +5,11 @@ Batches of one and of many take the same path. It leaves out how drafts come abo
 
 from __future__ import annotations
 
+import threading
 import time
 from statistics import fmean
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -96,6 +98,7 @@ def stream(target, arms, prompt, **options):
 
 
 REWARDS = ("accepted_fraction", "tokens_per_second")
+_LOCKS = WeakKeyDictionary()  # of models: a step hooks into its target, and drafters keep their own state
 
 
 class RowError(ValueError):
@@ -173,7 +176,20 @@ class Run:
         return [row.generation(mode) for row in self.rows]
 
     def steps(self):
-        """Yield a DecodeStep a row and step until every row has ended."""
+        """Yield a DecodeStep a row and step until every row has ended; threads wait for each other's steps."""
+        steps, lock = self._steps(), _LOCKS.setdefault(self.target.model, threading.RLock())
+
+        def step():
+            with lock:
+                return next(steps, None)
+
+        try:
+            yield from iter(step, None)
+        finally:
+            with lock:
+                steps.close()
+
+    def _steps(self):
         self.start = time.perf_counter()
         if not self.keeps_cache:
             self._reset_drafters()
