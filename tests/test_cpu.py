@@ -47,6 +47,7 @@ def test_classes_come_back_also_after_an_exception():
     with narrow_products(linears):
         assert all(type(m) is not Linear and isinstance(m, Linear) for m in linears)
         assert type(layers[1]) is torch.nn.ReLU
+        assert plain_linears(layers) == linears  # a call that begins in another thread asks now
     assert all(type(m) is Linear for m in linears)
     with pytest.raises(RuntimeError), narrow_products(linears):
         layers(torch.randn(3, 5))

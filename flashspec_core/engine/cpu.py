@@ -45,9 +45,9 @@ def plain_linears(model) -> list[torch.nn.Linear]:
     """The layers that `narrow_products` can serve.
 
     Args: model: a torch module.
-    Returns: Its float32 nn.Linear modules on the CPU (of that very class), in order.
+    Returns: Its float32 nn.Linear modules on the CPU (of that very class, or lent just now), in order.
     """
-    linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
+    linears = [m for m in model.modules() if type(m) in (torch.nn.Linear, _NarrowLinear)]
     return [m for m in linears if m.weight.device.type == "cpu" and m.weight.dtype == torch.float32]
 
 
