@@ -1,7 +1,9 @@
 """Threads that share a target and drafters, or a GPU: each gets what it would get alone."""
 
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from conftest import make_target, random_ids
@@ -77,6 +79,24 @@ def test_what_is_called_within_a_step_may_decode():
 
     with_it = fs.generate(target, fs.NGramDrafter(1), [5, 6, 5, 6], max_new_tokens=6, logits_processor=processor)
     assert with_it.token_ids == fs.generate(target, fs.Arm(None), [5, 6, 5, 6], max_new_tokens=6).token_ids
+
+
+ENDS = """
+import threading
+from conftest import make_target
+import flashspec_core as fs
+from flashspec_core.engine import decode
+target = make_target()
+stream = fs.stream(target, fs.Arm(None), [1, 2])
+next(stream)
+thread = threading.Thread(target=decode._LOCKS[target.model].acquire)  # stands for a daemon in the middle of a step
+thread.start()
+thread.join()
+"""
+
+
+def test_a_process_ends_while_a_thread_of_it_decodes():
+    subprocess.run([sys.executable, "-c", ENDS], cwd=Path(__file__).parent, check=True, timeout=120)
 
 
 @GPU

@@ -5,6 +5,7 @@ Batches of one and of many take the same path. It leaves out how drafts come abo
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from statistics import fmean
@@ -186,8 +187,9 @@ class Run:
         try:
             yield from iter(step, None)
         finally:
-            with lock:
-                steps.close()
+            if not sys.is_finalizing():  # then a daemon thread may hold it for ever
+                with lock:
+                    steps.close()
 
     def _steps(self):
         self.start = time.perf_counter()
