@@ -8,6 +8,9 @@ import sys
 import pytest
 from test_kernels import GPU
 
+from flashspec_core.engine import product_kernels as products
+from flashspec_core.verify import kernels
+
 
 @GPU
 @pytest.mark.gpu
@@ -15,17 +18,25 @@ from test_kernels import GPU
 @pytest.mark.parametrize(
     "tool, kernel, file, chosen",
     [
-        ("memcheck", "_verify_kernel", "test_kernels.py", "parts_of_few_rows"),
-        ("memcheck", "_floors_kernel", "test_kernels.py", "parts_of_few_rows"),
-        ("memcheck", "product_kernel", "test_product_kernels.py", "as_near_as_the_library"),
-        ("racecheck", "_verify_kernel", "test_kernels.py", "parts_of_few_rows"),
-        ("racecheck", "_floors_kernel", "test_kernels.py", "parts_of_few_rows"),
+        ("memcheck", kernels._verify_kernel, "test_kernels.py", "parts_of_few_rows"),
+        ("memcheck", kernels._floors_kernel, "test_kernels.py", "parts_of_few_rows"),
+        ("memcheck", products.product_kernel, "test_product_kernels.py", "as_near_as_the_library"),
+        ("racecheck", kernels._verify_kernel, "test_kernels.py", "parts_of_few_rows"),
+        ("racecheck", kernels._floors_kernel, "test_kernels.py", "parts_of_few_rows"),
     ],
 )
 def test_gpu_sanitizers_find_nothing(tool, kernel, file, chosen):
     # one kernel at a time: what libraries launch is not ours, and racecheck reports cuBLAS's own barriers
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", "--kernel-name"]
-    command += [f"kernel_substring={kernel}", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [
+        f"kernel_substring={kernel.fn.__name__}",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += [os.path.join(os.path.dirname(__file__), file), "-k", chosen]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     own["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # a buffer of its own for each tensor

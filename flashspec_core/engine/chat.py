@@ -9,6 +9,7 @@ from flashspec_core.engine.checks import as_arms
 from flashspec_core.engine.decode import Run
 from flashspec_core.engine.drafters import feature_layers
 from flashspec_core.engine.kv_cache import CachedModel
+from flashspec_core.engine.turns import turn
 
 
 class Chat:
@@ -41,7 +42,8 @@ class Chat:
 
     def close(self):
         """Free the caches; the conversation can go on and reads all of it again."""
-        self._cached.clear()
-        for arm in as_arms(self.arms, gamma=1):
-            if arm.drafter is not None:
-                arm.drafter.reset()
+        with turn(self.target.model):
+            self._cached.clear()
+            for arm in as_arms(self.arms, gamma=1):
+                if arm.drafter is not None:
+                    arm.drafter.reset()

@@ -25,7 +25,9 @@ MANY = 4096  # ids of all rows: a pass over more takes as long as its arithmetic
 STATIONS = 8  # kept a target: each holds a cache and its graphs
 LANES = 8  # drafters that a station keeps
 LONG = 64  # ids that a row must still want, that going on with fewer rows pays
-_CAPTURING = threading.Lock()  # what begins a capture empties PyTorch's cache, which fails while another one is made
+_CAPTURING = (
+    threading.Lock()
+)  # one at a time: its begin empties PyTorch's cache, and few streams are handed out in turn
 
 
 def why_eager(run) -> str | None:
@@ -197,14 +199,15 @@ class Station:
         if key not in self.graphs:
             moved = [self.lengths, self.step, self.read, *(lane.read for lane in self.lanes.values())]
             before = [t.clone() for t in moved]
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                function()  # kernels are compiled, libraries take their buffers
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with _CAPTURING, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may go on, eagerly
-                out = function()
+            with _CAPTURING:
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    function()  # kernels are compiled, libraries take their buffers
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
+                    out = function()
             self.graphs[key] = graph, out
             for tensor, old in zip(moved, before, strict=True):
                 tensor.copy_(old)
@@ -250,8 +253,8 @@ def station_for(run, rows) -> Station:
     most = max([arm.gamma for arm in run.arms if arm.drafter is not None], default=0)
     needed = max(row.end for row in rows) + (AHEAD + 1) * (most + 1)
     key = len(rows), max(512, 1 << (needed - 1).bit_length()), tuple(sorted(run.layers))
-    if key in run.target.stations:
-        return run.target.stations.pop(key)
+    if (kept := run.target.stations.pop(key, None)) is not None:
+        return kept
     with torch.inference_mode(False):  # buffers outlive the caller's mode
         return Station(run.target, *key)
 
@@ -259,7 +262,7 @@ def station_for(run, rows) -> Station:
 def give_back(run, station):
     """Keep a station for later calls. Args: run: a decode.Run; station: that it does not use any more."""
     kept = run.target.stations
-    for old in [kept.pop(station.key, None), kept.pop(next(iter(kept))) if len(kept) >= STATIONS else None]:
+    for old in [kept.pop(station.key, None), kept.pop(next(iter(kept)), None) if len(kept) >= STATIONS else None]:
         if old is not None:
             old.free()
     kept[station.key] = station

@@ -5,12 +5,9 @@ Batches of one and of many take the same path. It leaves out how drafts come abo
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from statistics import fmean
 from types import SimpleNamespace
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,6 +18,7 @@ from flashspec_core.engine.drafters import DraftContext, all_drafters, feature_l
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.engine.rows import Row
 from flashspec_core.engine.text import TextStream, encode_prompts
+from flashspec_core.engine.turns import turn
 from flashspec_core.noise import DraftNoise, log_uniforms, step_seeds
 from flashspec_core.policies import FixedArm
 from flashspec_core.records import DecodeStep, Draft, Feedback, Generation, Sampling, check_gamma
@@ -81,6 +79,8 @@ def generate(
         RowError: logits without a law in some rows, after the others have ended; `.generations` has them all.
         MemoryError: the device's memory does not suffice, saying what to lower.
     Cost: a target pass a step; on the host well under 2 ms a step beside the models.
+    Threads: steps on one target run one at a time, so a callback must not wait for another thread that decodes there; a
+        drafter serves one target at a time.
     Source: Leviathan et al. 2023, algorithm 1.
     """
     return Run(**locals()).finish()
@@ -99,7 +99,6 @@ def stream(target, arms, prompt, **options):
 
 
 REWARDS = ("accepted_fraction", "tokens_per_second")
-_LOCKS = WeakKeyDictionary()  # of models: a step hooks into its target, and drafters keep their own state
 
 
 class RowError(ValueError):
@@ -153,7 +152,7 @@ class Run:
         self.why_eager = self._why_eager()
         if o.capture and self.why_eager:
             raise ValueError(f"expected what can be captured, got: {self.why_eager}; see capture=None")
-        self.num_steps, self.workspaces, self.checked = 0, {}, set()
+        self.num_steps, self.workspaces, self.checked, self.alone = 0, {}, set(), True
 
     def _why_eager(self) -> str | None:
         """Why no step is captured, or None."""
@@ -177,19 +176,18 @@ class Run:
         return [row.generation(mode) for row in self.rows]
 
     def steps(self):
-        """Yield a DecodeStep a row and step until every row has ended; threads wait for each other's steps."""
-        steps, lock = self._steps(), _LOCKS.setdefault(self.target.model, threading.RLock())
+        """Yield a DecodeStep a row and step until every row has ended; steps on one model run one at a time."""
+        steps, model = self._steps(), self.target.model
 
         def step():
-            with lock:
+            with turn(model):
                 return next(steps, None)
 
         try:
             yield from iter(step, None)
-        finally:
-            if not sys.is_finalizing():  # then a daemon thread may hold it for ever
-                with lock:
-                    steps.close()
+        finally:  # closed, maybe by a collection within another step: then it leaves that one's drafters alone
+            with turn(model, wait=False) as self.alone:
+                steps.close()
 
     def _steps(self):
         self.start = time.perf_counter()
@@ -219,7 +217,8 @@ class Run:
         finally:  # also when a stream is closed
             if not self.keeps_cache:
                 self.cached.clear()
-                self._reset_drafters()
+                if self.alone:
+                    self._reset_drafters()
         errors = [row.error for row in self.rows if row.error]
         if errors:
             raise RowError("; ".join(errors), self.generations)

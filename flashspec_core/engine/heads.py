@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -218,10 +219,12 @@ def tapped(model, layers):
     Yields: {layer: [batch, width, hidden]}, of the last pass.
     """
     seen: dict[int, torch.Tensor] = {}
+    thread = threading.get_ident()
 
     def keeper(layer):
         def keep(module, inputs, output):
-            seen[layer] = output[0] if isinstance(output, tuple) else output
+            if threading.get_ident() == thread:  # others' passes of the same model are theirs
+                seen[layer] = output[0] if isinstance(output, tuple) else output
 
         return keep
 

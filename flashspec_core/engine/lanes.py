@@ -28,7 +28,7 @@ class Lane:
         self.behind = station.longest  # at most so many are missing, as the host knows it
 
     def first(self, gamma: int) -> int:
-        """Missing entries that a draft of gamma makes good itself: all, if it reads none. Args: gamma: of the draft."""
+        """Missing entries that a draft of gamma makes good itself; all, for a lane that reads none. Args: gamma."""
         return self.behind
 
     def catch_up(self, stride: int):
