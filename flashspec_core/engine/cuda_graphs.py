@@ -25,9 +25,7 @@ MANY = 4096  # ids of all rows: a pass over more takes as long as its arithmetic
 STATIONS = 8  # kept a target: each holds a cache and its graphs
 LANES = 8  # drafters that a station keeps
 LONG = 64  # ids that a row must still want, that going on with fewer rows pays
-_CAPTURING = (
-    threading.Lock()
-)  # one at a time: its begin empties PyTorch's cache, and few streams are handed out in turn
+_CAPTURING = threading.Lock()  # a capture's begin empties PyTorch's cache, and few streams are handed out, in turn
 
 
 def why_eager(run) -> str | None:

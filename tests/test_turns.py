@@ -1,4 +1,4 @@
-"""Threads that share a target and drafters, or a GPU: each gets what it would get alone."""
+"""engine/turns.py: threads that share a target and drafters, or a GPU: each gets what it would get alone."""
 
 import subprocess
 import sys
