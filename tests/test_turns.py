@@ -150,7 +150,8 @@ thread.join()
 
 
 def test_a_process_ends_while_a_thread_of_it_decodes():
-    subprocess.run([sys.executable, "-c", ENDS], cwd=Path(__file__).parent, check=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", ENDS], cwd=Path(__file__).parent, timeout=120)
+    assert ended.returncode == 0
 
 
 @GPU
