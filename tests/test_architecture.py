@@ -62,7 +62,7 @@ def test_sizes_of_design():
     assert max(len(m.read_text().splitlines()) for m in MODULES) <= 400
     # 2,500 and 1,800 were meant; captured steps with a pass and products of their own filled the core, then the quicker
     # verification kernel, what models are refused for, and threads: both raised
-    assert sum(lines_of_code(m) for m in MODULES if room(m) != "lab") <= 3450
+    assert sum(lines_of_code(m) for m in MODULES if room(m) != "lab") <= 3445
     # gates, mutants, rows, the panel, distillation, sweeps, adaptive streams and claims fill the lab
     assert sum(lines_of_code(m) for m in MODULES if room(m) == "lab") <= 3800
 

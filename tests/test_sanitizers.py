@@ -27,17 +27,10 @@ from flashspec_core.verify import kernels
 )
 def test_gpu_sanitizers_find_nothing(tool, kernel, file, chosen):
     # one kernel at a time: what libraries launch is not ours, and racecheck reports cuBLAS's own barriers
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99", "--kernel-name"]
-    command += [
-        f"kernel_substring={kernel.fn.__name__}",
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += [os.path.join(os.path.dirname(__file__), file), "-k", chosen]
+    tests = [os.path.join(os.path.dirname(__file__), file), "-k", chosen]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
+    command += ["--kernel-name", f"kernel_substring={kernel.fn.__name__}"]
+    command += [sys.executable, "-m", "pytest", "-q", *tests]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     own["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # a buffer of its own for each tensor
     ran = subprocess.run(command, env=own, capture_output=True, text=True)

@@ -49,8 +49,8 @@ def test_threads_may_share_a_target_and_its_drafters(hasty):
     def texts(shift):
         options = dict(max_new_tokens=16, seed=3, sampling=fs.Sampling(0.9 * (shift % 2)))
         same = target if shift % 2 else fs.Target(target.model)
-        turn = arms[shift:] + arms[:shift]
-        return [fs.generate(same, arm, random_ids(5 + 7 * shift), **options).token_ids for arm in turn]
+        shifted = arms[shift:] + arms[:shift]
+        return [fs.generate(same, arm, random_ids(5 + 7 * shift), **options).token_ids for arm in shifted]
 
     alone = [texts(shift) for shift in range(4)]
     assert at_once(*(lambda shift=shift: texts(shift) for shift in range(4))) == alone
@@ -79,10 +79,14 @@ def test_a_chat_is_closed_while_another_thread_decodes(hasty):
     (arm,) = arms_for(target, "model")
     alone, chat = fs.generate(target, arm, random_ids(9), max_new_tokens=40).token_ids, fs.Chat(target, arm)
 
+    def closing():
+        for _ in range(20_000):
+            chat.close()
+
     def decoding():
         return [fs.generate(target, arm, random_ids(9), max_new_tokens=40).token_ids for _ in range(5)]
 
-    assert at_once(lambda: [chat.close() for _ in range(20_000)] and None, decoding) == [None, [alone] * 5]
+    assert at_once(closing, decoding) == [None, [alone] * 5]
 
 
 def test_a_stream_is_collected_within_a_step(monkeypatch):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flashspec_core.engine.checks import as_arms
 from flashspec_core.engine.decode import Run
-from flashspec_core.engine.drafters import feature_layers
+from flashspec_core.engine.drafters import feature_layers, reset_drafters
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.engine.turns import turn
 
@@ -44,6 +44,4 @@ class Chat:
         """Free the caches; the conversation can go on and reads all of it again."""
         with turn(self.target.model):
             self._cached.clear()
-            for arm in as_arms(self.arms, gamma=1):
-                if arm.drafter is not None:
-                    arm.drafter.reset()
+            reset_drafters(as_arms(self.arms, gamma=1))

@@ -267,7 +267,7 @@ def give_back(run, station):
 
 
 def steps(run, rows):
-    """Yield a DecodeStep a row and step until every row has ended. Args: run: a decode.Run; rows: of it."""
+    """Yield each step's DecodeSteps, one a row, until every row has ended. Args: run: a decode.Run; rows: of it."""
     station, kept = None, ()
     try:
         while rows:
@@ -292,7 +292,7 @@ def steps(run, rows):
                     time.sleep(0)  # other threads may go on
                 if alive:
                     learns = not flight.first
-                    yield from run.take(rows, flight.arm, flight.record.tolist(), flight.seconds(), learns, flight.told)
+                    yield run.take(rows, flight.arm, flight.record.tolist(), flight.seconds(), learns, flight.told)
             rows, kept = [rows[i] for i in alive], alive
     finally:
         if station is not None:

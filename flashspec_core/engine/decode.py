@@ -14,7 +14,7 @@ import torch
 from flashspec_core.bandits import UCB1, share_of_fastest
 from flashspec_core.engine.checks import as_arms, check_same_target, check_same_tokenizer, row_seeds
 from flashspec_core.engine.contexts import Committed
-from flashspec_core.engine.drafters import DraftContext, all_drafters, feature_layers
+from flashspec_core.engine.drafters import DraftContext, all_drafters, feature_layers, reset_drafters
 from flashspec_core.engine.kv_cache import CachedModel
 from flashspec_core.engine.rows import Row
 from flashspec_core.engine.text import TextStream, encode_prompts
@@ -184,15 +184,17 @@ class Run:
                 return next(steps, None)
 
         try:
-            yield from iter(step, None)
+            for records in iter(step, None):
+                yield from records
         finally:  # closed, maybe by a collection within another step: then it leaves that one's drafters alone
             with turn(model, wait=False) as self.alone:
                 steps.close()
 
     def _steps(self):
+        """Yield each step's records."""
         self.start = time.perf_counter()
         if not self.keeps_cache:
-            self._reset_drafters()
+            reset_drafters(self.arms)
         try:
             active = self.rows
             if self.why_eager is None:
@@ -201,7 +203,7 @@ class Run:
                 yield from cuda_graphs.steps(self, active)
                 active = []
             while active:
-                yield from self._step(active)
+                yield self._step(active)
                 active = [row for row in active if row.finish_reason is None]
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
@@ -218,15 +220,10 @@ class Run:
             if not self.keeps_cache:
                 self.cached.clear()
                 if self.alone:
-                    self._reset_drafters()
+                    reset_drafters(self.arms)
         errors = [row.error for row in self.rows if row.error]
         if errors:
             raise RowError("; ".join(errors), self.generations)
-
-    def _reset_drafters(self):
-        for arm in self.arms:
-            if arm.drafter is not None:
-                arm.drafter.reset()
 
     def _step(self, rows):
         start = time.perf_counter()
@@ -282,7 +279,7 @@ class Run:
         for row, record in zip(rows, records, strict=True):
             record.step_seconds = seconds
             row.seconds += seconds
-        yield from records
+        return records
 
     def choose(self, rows):
         """The policy's next arm, and what it was told. Args: rows: that go on, as far as they have come."""

@@ -267,6 +267,13 @@ def all_drafters(arms) -> list:
     return list(found.values())
 
 
+def reset_drafters(arms) -> None:
+    """Forget and free what the arms' drafters keep. Args: arms: Arms."""
+    for arm in arms:
+        if arm.drafter is not None:
+            arm.drafter.reset()
+
+
 def feature_layers(arms) -> set[int]:
     """The target's layers whose outputs some arm's drafter reads. Args: arms: Arms."""
     return {layer for drafter in all_drafters(arms) for layer in getattr(drafter, "feature_layers", ())}

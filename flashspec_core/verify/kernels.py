@@ -63,10 +63,8 @@ class Workspace:
             self.samplings = list(samplings)
             laws = []
             for s in samplings:
-                scale, log_min_p = (
-                    0 if s.greedy else max(1 / s.temperature, 2.0**-125),
-                    math.log(s.min_p) if s.min_p else -math.inf,
-                )
+                scale = 0 if s.greedy else max(1 / s.temperature, 2.0**-125)
+                log_min_p = math.log(s.min_p) if s.min_p else -math.inf
                 laws.append((scale, s.temperature, s.top_k or vocab, s.top_p or 1, log_min_p))
             self.laws.copy_(torch.tensor(laws, dtype=torch.float32), non_blocking=True)  # in place: graphs read it
             self.filtered = filters(samplings)
